@@ -1,0 +1,66 @@
+"""What batch norm does in an inner loop, by name.
+
+``batch``    every pass normalises with the statistics of its own batch, the query pass too (transductive: the
+             paper's setting). Stored statistics are neither used nor changed.
+``support``  inner steps use their own batch; the query pass uses the statistics of the support data under the
+             adapted weights, so that a prediction does not depend on the other queries.
+``running``  every pass uses the statistics stored in the model; refresh them with ``update_statistics``.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from wheretolearn.errors import ConfigError
+
+BatchNormMode = Literal["batch", "support", "running"]
+
+
+def layers(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def check_mode(model: nn.Module, mode: str) -> None:
+    if mode not in get_args(BatchNormMode):
+        raise ConfigError(
+            f"unknown batch-norm mode {mode!r}; choose one of {', '.join(get_args(BatchNormMode))}"
+        )
+    if mode != "batch" and any(layer.running_mean is None for layer in layers(model)):
+        raise ConfigError(
+            f"batch-norm mode {mode!r} needs layers that store statistics, and this model has one with "
+            "track_running_stats=False: use the mode 'batch', or let the layers track statistics"
+        )
+
+
+@contextmanager
+def normalising(model: nn.Module, by_batch: bool, cumulative: bool = False) -> Iterator[None]:
+    """Within the context, batch-norm layers use batch statistics or stored ones; nothing else is touched.
+
+    ``cumulative`` makes stored statistics the plain average over the passes made, rather than a moving one.
+    """
+    found = layers(model)
+    before = [(layer.training, layer.momentum) for layer in found]
+    try:
+        for layer in found:
+            layer.training = by_batch
+            if cumulative:
+                layer.momentum = None
+        yield
+    finally:
+        for layer, (training, momentum) in zip(found, before, strict=True):
+            layer.training, layer.momentum = training, momentum
+
+
+def fix_mode(model: nn.Module, mode: BatchNormMode) -> None:
+    """Make the mode of an adapted model permanent, so that ``eval()`` and ``train()`` do not alter its predictions."""
+    check_mode(model, mode)
+    for layer in layers(model):
+        if mode == "batch":
+            # Without stored statistics a layer uses those of the batch in eval mode too.
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+        else:
+            layer.eval()

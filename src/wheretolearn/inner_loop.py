@@ -1,0 +1,291 @@
+"""K masked gradient steps on one task, and the gradient that the outer loop learns from.
+
+This is the readable path, for any ``nn.Module``; faster engines are tested against it.
+
+    adapted = adapt(model, mask, lambda net: F.cross_entropy(net(x), y), steps=5, inner_lr=0.1)
+    accumulate(adapted, lambda net: F.cross_entropy(net(x_query), y_query))   # fills .grad of model and mask
+    network = adapted.module()                                               # an ordinary nn.Module
+
+First order (the default) needs no graph through the loop: with g_out the query gradient at phi_K,
+d L / d theta = g_out and d L / d multiplier = -inner_lr * g_out * sum_k g_in(k) (Eq. 5), so one running sum of inner
+gradients is kept and memory does not grow with the number of steps. Second order is a path of its own.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from wheretolearn import batch_norm
+from wheretolearn.batch_norm import BatchNormMode
+from wheretolearn.errors import ConfigError, MismatchError
+from wheretolearn.masks import GradientMask, trainable_shapes
+
+Loss = Callable[[nn.Module], Tensor]  # the network in, a scalar out
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Adapted:
+    """What an inner loop leaves behind: the adapted weights, and all that the outer loop needs."""
+
+    model: nn.Module  # as it was, with theta
+    mask: GradientMask
+    parameters: Tensors  # phi_K: every trainable parameter
+    buffers: Tensors
+    gradient_sum: Tensors  # sum of the inner gradients of each covered parameter; empty for fixed masks
+    losses: Tensor  # [steps] support loss before each step
+    inner_lr: float
+    batch_norm: BatchNormMode
+
+    def evaluate(self, loss: Loss) -> Tensor:
+        """Any function of the adapted network (a loss, predictions), as the query pass sees it; no gradient."""
+        with torch.no_grad():
+            return self._query(loss, self.parameters)
+
+    def module(self) -> nn.Module:
+        """The adapted network as a module of its own, batch-norm mode built in; the original is untouched."""
+        return network_with(self.model, self.parameters, self.buffers, self.batch_norm)
+
+    def _query(self, loss: Loss, parameters: Tensors) -> Tensor:
+        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        with batch_norm.normalising(self.model, by_batch=self.batch_norm == "batch"):
+            return run_with(self.model, parameters, buffers, loss)
+
+
+@dataclass
+class MetaGradient:
+    """The gradient of one task's query loss. ``mask.pull_back(multipliers)`` is the gradient of the raw mask."""
+
+    loss: Tensor
+    theta: Tensors
+    multipliers: Tensors
+
+
+def adapt(
+    model: nn.Module,
+    mask: GradientMask,
+    support_loss: Loss | Sequence[Loss],
+    *,
+    steps: int,
+    inner_lr: float,
+    batch_norm_mode: BatchNormMode = "batch",
+    clip_norm: float | None = None,
+) -> Adapted:
+    """Take ``steps`` masked gradient steps from the model's weights; the model itself is not changed.
+
+    ``support_loss`` may be a list with one loss per step. ``clip_norm`` bounds the norm of each inner gradient.
+    """
+    step_losses = _losses_by_step(support_loss, steps)
+    batch_norm.check_mode(model, batch_norm_mode)
+    multipliers = mask.multipliers()
+    parameters = _theta(model, mask)
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    gradient_sum = {name: torch.zeros_like(parameters[name]) for name in mask.names} if mask.raw else {}
+    for name in mask.names:
+        parameters[name].requires_grad_()
+    losses = []
+    with torch.enable_grad(), batch_norm.normalising(model, by_batch=batch_norm_mode != "running"):
+        for step_loss in step_losses:
+            loss = run_with(model, parameters, buffers, step_loss)
+            gradients = _clipped(_gradients(loss, parameters, mask.names), clip_norm)
+            with torch.no_grad():
+                for name, gradient in gradients.items():
+                    parameters[name].sub_(multipliers[name] * gradient, alpha=inner_lr)  # Eq. 4
+                    if gradient_sum:
+                        gradient_sum[name].add_(gradient)
+            losses.append(loss.detach())
+            del loss, gradients  # free the graph before the next forward pass
+    parameters = {name: parameter.detach() for name, parameter in parameters.items()}
+    if batch_norm_mode == "support":
+        _collect_statistics(model, parameters, buffers, support_loss)
+    return Adapted(
+        model=model,
+        mask=mask,
+        parameters=parameters,
+        buffers=buffers,
+        gradient_sum=gradient_sum,
+        losses=torch.stack(losses) if losses else torch.empty(0),
+        inner_lr=inner_lr,
+        batch_norm=batch_norm_mode,
+    )
+
+
+def meta_gradient(adapted: Adapted, query_loss: Loss) -> MetaGradient:
+    """First-order gradient of the query loss with respect to theta and the mask's multipliers, in closed form."""
+    parameters = {name: p.detach().requires_grad_() for name, p in adapted.parameters.items()}
+    with torch.enable_grad():
+        loss = adapted._query(query_loss, parameters)
+        outer = _gradients(loss, parameters, tuple(parameters))
+    multipliers = {
+        name: outer[name] * inner_sum * -adapted.inner_lr  # Eq. 5
+        for name, inner_sum in adapted.gradient_sum.items()
+    }
+    return MetaGradient(loss.detach(), theta=outer, multipliers=multipliers)
+
+
+def second_order_meta_gradient(
+    model: nn.Module,
+    mask: GradientMask,
+    support_loss: Loss | Sequence[Loss],
+    query_loss: Loss,
+    *,
+    steps: int,
+    inner_lr: float,
+    batch_norm_mode: BatchNormMode = "batch",
+    clip_norm: float | None = None,
+) -> MetaGradient:
+    """The full gradient, through the inner loop (MAML, Meta-SGD); time and memory grow with ``steps``."""
+    step_losses = _losses_by_step(support_loss, steps)
+    batch_norm.check_mode(model, batch_norm_mode)
+    theta = {name: p.requires_grad_() for name, p in _theta(model, mask).items()}
+    learned = bool(mask.raw)
+    multipliers = {name: m.detach().clone().requires_grad_(learned) for name, m in mask.multipliers().items()}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    parameters = dict(theta)
+    with torch.enable_grad():
+        with batch_norm.normalising(model, by_batch=batch_norm_mode != "running"):
+            for step_loss in step_losses:
+                loss = run_with(model, parameters, buffers, step_loss)
+                gradients = _clipped(_gradients(loss, parameters, mask.names, create_graph=True), clip_norm)
+                for name, gradient in gradients.items():
+                    parameters[name] = parameters[name] - inner_lr * multipliers[name] * gradient
+        if batch_norm_mode == "support":
+            _collect_statistics(model, parameters, buffers, support_loss)
+        with batch_norm.normalising(model, by_batch=batch_norm_mode == "batch"):
+            loss = run_with(model, parameters, buffers, query_loss)
+        leaves = {**{f"theta.{n}": t for n, t in theta.items()}}
+        if learned:
+            leaves |= {f"multiplier.{n}": t for n, t in multipliers.items()}
+        gradients = _gradients(loss, leaves, tuple(leaves))
+    return MetaGradient(
+        loss.detach(),
+        theta={name: gradients[f"theta.{name}"] for name in theta},
+        multipliers={name: gradients[f"multiplier.{name}"] for name in multipliers if learned},
+    )
+
+
+def accumulate(adapted: Adapted, query_loss: Loss, weight: float = 1.0) -> Tensor:
+    """Add a task's first-order gradient to ``.grad`` of the model's parameters and of the mask; return its loss."""
+    gradient = meta_gradient(adapted, query_loss)
+    add_gradient(adapted.model, adapted.mask, gradient, weight)
+    return gradient.loss
+
+
+def add_gradient(model: nn.Module, mask: GradientMask, gradient: MetaGradient, weight: float = 1.0) -> None:
+    """Add a meta-gradient, times ``weight``, to the ``.grad`` of model and mask, for any torch optimizer to use."""
+    targets: list[tuple[Tensor, Tensor]] = []
+    theta = dict(model.named_parameters())
+    targets += [(theta[name], value) for name, value in gradient.theta.items()]
+    if mask.raw:
+        targets += [(mask.raw[name], value) for name, value in mask.pull_back(gradient.multipliers).items()]
+    for tensor, value in targets:
+        value = (value * weight).to(tensor.dtype)
+        tensor.grad = value if tensor.grad is None else tensor.grad + value
+
+
+def update_statistics(model: nn.Module, loss: Loss) -> None:
+    """Move the model's stored batch-norm statistics towards those of one pass (for the mode ``running``)."""
+    with torch.no_grad(), batch_norm.normalising(model, by_batch=True):
+        loss(model)
+
+
+def network_with(
+    model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], mode: BatchNormMode
+) -> nn.Module:
+    """A copy of the model that holds these tensors, where given, and keeps to a batch-norm mode."""
+    network = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            replacement = parameters.get(name, buffers.get(name))
+            if replacement is not None:
+                tensor.copy_(replacement)
+    batch_norm.fix_mode(network, mode)
+    return network
+
+
+class _Host(nn.Module):
+    """Lets ``functional_call`` hand a loss the whole module, sub-modules and all, with other weights in it."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Loss) -> Tensor:
+        return function(self.model)
+
+
+def run_with(
+    model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], function: Loss
+) -> Tensor:
+    """``function(model)`` with these tensors in place of the model's own. Buffers are updated in place."""
+    tensors = {f"model.{name}": tensor for name, tensor in (*parameters.items(), *buffers.items())}
+    result: Tensor = functional_call(_Host(model), tensors, (function,))
+    return result
+
+
+def _theta(model: nn.Module, mask: GradientMask) -> Tensors:
+    shapes = trainable_shapes(model)
+    for name in mask.names:
+        if shapes.get(name) != mask.shapes[name]:
+            found = f"shape {tuple(shapes[name])}" if name in shapes else "no such trainable parameter"
+            raise MismatchError(
+                f"the mask was made for another model: it covers {name} of shape {tuple(mask.shapes[name])}, "
+                f"the model has {found}"
+            )
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _losses_by_step(loss: Loss | Sequence[Loss], steps: int) -> Sequence[Loss]:
+    if steps < 0:
+        raise ConfigError(f"the number of inner steps must not be negative, got {steps}")
+    if callable(loss):
+        return [loss] * steps
+    if len(loss) != steps:
+        raise ConfigError(f"{len(loss)} support losses were given for {steps} inner steps: give one per step")
+    return loss
+
+
+def _gradients(
+    loss: Tensor, parameters: Mapping[str, Tensor], names: Sequence[str], create_graph: bool = False
+) -> Tensors:
+    """Gradients by name; zero for a parameter that the loss does not use."""
+    if loss.dim() != 0:
+        raise ConfigError(
+            f"a loss must be a single number, this one has shape {tuple(loss.shape)}: take its mean"
+        )
+    if not names:
+        return {}
+    if not loss.requires_grad:  # the loss uses none of them
+        return {name: torch.zeros_like(parameters[name]) for name in names}
+    values = torch.autograd.grad(
+        loss,
+        [parameters[name] for name in names],
+        create_graph=create_graph,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def _clipped(gradients: Tensors, clip_norm: float | None) -> Tensors:
+    if clip_norm is None or not gradients:
+        return gradients
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+    scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    return {name: gradient * scale for name, gradient in gradients.items()}
+
+
+def _collect_statistics(
+    model: nn.Module, parameters: Mapping[str, Tensor], buffers: Tensors, support_loss: Loss | Sequence[Loss]
+) -> None:
+    """Replace the stored statistics in ``buffers`` by those of the support data under the adapted weights."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            buffers[f"{name}.num_batches_tracked".lstrip(".")].zero_()
+    with torch.no_grad(), batch_norm.normalising(model, by_batch=True, cumulative=True):
+        for loss in [support_loss] if callable(support_loss) else support_loss:
+            run_with(model, parameters, buffers, loss)

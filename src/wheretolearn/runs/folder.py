@@ -1,0 +1,191 @@
+"""A run's folder: what was run (run.json), what was measured (metrics.jsonl), and who may write to it."""
+
+import errno
+import os
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from wheretolearn.errors import UserError
+from wheretolearn.runs import environment
+from wheretolearn.storage import atomic_write, from_json, read_json, remove_leftovers, to_json, write_json
+
+if sys.platform != "win32":
+    import fcntl
+
+_INFO, _METRICS, _LOCK = "run.json", "metrics.jsonl", "run.lock"
+
+
+class RunFolder:
+    """One run on disk. Make it with `create` or `open`; as a context manager it closes itself.
+
+    Reading needs no lock. The first write takes it and keeps it until `close` or the end of the process, so
+    two processes cannot write to one run; a process that was killed blocks nobody. (Windows: no lock.)
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.info: dict[str, Any] = {}
+        self._lock_file: BinaryIO | None = None
+        self._metrics_file: FileIO | None = None
+
+    @classmethod
+    def create(
+        cls, path: str | os.PathLike[str], config: Mapping[str, object], seed: int, protocol: str
+    ) -> "RunFolder":
+        """Start a run in a new or empty folder and write run.json before anything else."""
+        run = cls(path)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot create the folder {run.path}: {error.strerror}") from error
+        if not (run.path / _INFO).exists() and any(not _is_remnant(item) for item in run.path.iterdir()):
+            raise UserError(f"{run.path} is not empty and not a run: choose another folder")
+        run.lock()
+        try:
+            if (run.path / _INFO).exists():
+                raise UserError(f"{run.path} already holds a run: resume it, or choose another folder")
+            run.info = {
+                "protocol": protocol,
+                "seed": seed,
+                "config": dict(config),
+                "versions": environment.versions(),
+                "commit": environment.git_commit(),
+                "hardware": environment.hardware(),
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "argv": list(sys.argv),
+            }
+            write_json(run.path / _INFO, run.info)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "RunFolder":
+        """An existing run, to read or to resume."""
+        run = cls(path)
+        file = run.path / _INFO
+        if not file.is_file():
+            raise UserError(f"{run.path} is not a run folder: it has no {_INFO}")
+        run.info = read_json(file)
+        if not isinstance(run.info, dict) or not {"protocol", "seed", "config"} <= run.info.keys():
+            raise UserError(f"{file} is damaged: it lacks the run's protocol, seed or config")
+        return run
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(self.info["config"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.info["seed"])
+
+    @property
+    def protocol(self) -> str:
+        return str(self.info["protocol"])
+
+    def lock(self) -> None:
+        """Become the run's only writer, or fail at once; does nothing when this object already is."""
+        if self._lock_file is not None:
+            return
+        path = self.path / _LOCK
+        try:
+            file = path.open("a+b")
+        except OSError as error:
+            raise UserError(f"cannot write to {self.path}: {error.strerror}") from error
+        if sys.platform != "win32":
+            # The kernel drops this lock with its process, so a killed run leaves nothing to clean up.
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                owner = file.read().decode(errors="replace").strip() or "unknown"
+                file.close()
+                raise UserError(
+                    f"{self.path} is in use: process {owner} is writing to it; wait for it, or stop it first"
+                ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n".encode())
+        file.flush()
+        self._lock_file = file
+        remove_leftovers(self.path)
+
+    def log(self, step: int, **values: object) -> None:
+        """Append one record to the metrics; numbers, strings, and lists or dicts of them."""
+        line = to_json({"step": step, **values}).encode() + b"\n"
+        try:
+            if self._metrics().write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._close_metrics()  # opening it again cuts off what was half written
+            raise UserError(f"cannot write {self.path / _METRICS}: {error.strerror}") from error
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records so far, oldest first; a last line that a crash cut short is left out."""
+        return [self._parse(number, line) for number, line in enumerate(self._lines(), start=1)]
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`, so that a run resumed there logs each step once."""
+        self.lock()
+        self._close_metrics()
+        kept = [line for n, line in enumerate(self._lines(), start=1) if self._parse(n, line)["step"] <= step]
+        with atomic_write(self.path / _METRICS) as file:
+            file.writelines(kept)
+
+    def close(self) -> None:
+        """Let go of the files and the lock."""
+        self._close_metrics()
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    def _metrics(self) -> FileIO:
+        if self._metrics_file is None:
+            self.lock()
+            path = self.path / _METRICS
+            whole = sum(map(len, self._lines()))
+            self._metrics_file = path.open("ab", buffering=0)  # every record reaches the file at once
+            self._metrics_file.truncate(whole)  # a torn last line would swallow the next record
+        return self._metrics_file
+
+    def _close_metrics(self) -> None:
+        if self._metrics_file is not None:
+            self._metrics_file.close()
+            self._metrics_file = None
+
+    def _lines(self) -> list[bytes]:
+        """The complete lines: one without its newline was torn by a crash."""
+        path = self.path / _METRICS
+        if not path.exists():
+            return []
+        return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            record = from_json(line)
+            if isinstance(record["step"], int):
+                return dict(record)
+        except (ValueError, TypeError, KeyError):
+            pass
+        raise UserError(f"{self.path / _METRICS}, line {number}: damaged; delete that line to go on")
+
+
+def _is_remnant(item: Path) -> bool:
+    """What a run that died before writing run.json leaves behind."""
+    return item.name == _LOCK or (item.name.startswith(".") and item.name.endswith(".tmp"))

@@ -1,0 +1,194 @@
+"""Result records: a measured number, all that is needed to judge and repeat it, and the paper's beside it."""
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from wheretolearn.config import from_dict, to_dict
+from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.runs import environment
+from wheretolearn.storage import read_json, write_json
+
+_COMPUTED = ("mean", "std", "difference", "within_stds")
+
+
+@dataclass(frozen=True)
+class ResultRecord:
+    """One metric of one preset over seeds. A record without values is a cell that was not run."""
+
+    name: str
+    metric: str
+    unit: str = "%"
+    values: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = ()
+    paper_value: float | None = None
+    paper_std: float | None = None
+    hardware: str = ""
+    wall_seconds: float = 0.0
+    commit: str | None = None
+    date: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.seeds):
+            raise ConfigError(f"{self.name}: {len(self.values)} values for {len(self.seeds)} seeds")
+        if not all(map(math.isfinite, self.values)):
+            raise ConfigError(f"{self.name}: the values of {self.metric} must be finite, got {self.values}")
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation over seeds (n - 1); None below two seeds."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Our mean minus the paper's."""
+        if self.mean is None or self.paper_value is None:
+            return None
+        return self.mean - self.paper_value
+
+    @property
+    def within_stds(self) -> int | None:
+        """The smallest whole number of the paper's standard deviations that covers the difference."""
+        if self.difference is None or not self.paper_std:
+            return None
+        # Rounding first keeps an exact boundary on its own side: 67.01 - 67.00 is one std of 0.01.
+        return max(1, math.ceil(round(abs(self.difference) / self.paper_std, 9)))
+
+
+def measured(
+    name: str,
+    metric: str,
+    values: Mapping[int, float],
+    *,
+    unit: str = "%",
+    wall_seconds: float,
+    config: Mapping[str, object],
+    paper_value: float | None = None,
+    paper_std: float | None = None,
+    notes: str = "",
+) -> ResultRecord:
+    """A record of values by seed, measured now by this code on this machine."""
+    return ResultRecord(
+        name=name,
+        metric=metric,
+        unit=unit,
+        values=tuple(values.values()),
+        seeds=tuple(values),
+        paper_value=paper_value,
+        paper_std=paper_std,
+        hardware=environment.hardware(),
+        wall_seconds=wall_seconds,
+        commit=environment.git_commit(),
+        date=datetime.now(UTC).date().isoformat(),
+        versions=environment.versions(),
+        config=dict(config),
+        notes=notes,
+    )
+
+
+def save(record: ResultRecord, folder: str | PathLike[str]) -> Path:
+    """Write a record as JSON named after its preset and metric; an older one of that name is replaced."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create {folder}: {error.strerror}") from error
+    path = folder / f"{_slug(record.name)}.{_slug(record.metric)}.json"
+    write_json(path, to_dict(record) | _computed(record))
+    return path
+
+
+def load_all(folder: str | PathLike[str]) -> list[ResultRecord]:
+    """Every record in a folder, by file name; none where the folder does not exist yet."""
+    return [_load(path) for path in sorted(Path(folder).glob("*.json"))]
+
+
+def markdown_table(records: Iterable[ResultRecord]) -> str:
+    """The records as a Markdown table, the paper's number beside ours."""
+    header = ["name", "metric", "ours", "paper", "difference", "seeds", "hardware", "time", "commit", "notes"]
+    rows = [header, ["---"] * len(header), *map(_row, records)]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+
+
+def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half width of its 95 % interval, normal approximation; infinite for a single value."""
+    if len(values) == 0:
+        raise ConfigError("a confidence interval needs at least one value")
+    if len(values) == 1:
+        return float(values[0]), math.inf
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return statistics.fmean(values), z * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _computed(record: ResultRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in _COMPUTED}
+
+
+def _load(path: Path) -> ResultRecord:
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is not a result record")
+    stored = {name: values.pop(name, None) for name in _COMPUTED}
+    record = from_dict(ResultRecord, values, where=str(path))
+    for name, value in _computed(record).items():
+        if value != stored[name]:
+            raise UserError(
+                f"{path}: {name} is {stored[name]}, but its values give {value}; do not edit records"
+            )
+    return record
+
+
+def _row(record: ResultRecord) -> list[str]:
+    ours = _number(record.mean, record.std, record.unit) if record.values else "not run"
+    difference = "" if record.difference is None else f"{record.difference:+.2f}"
+    if record.within_stds is not None:
+        difference += f" (within {record.within_stds} std)"
+    return [
+        record.name,
+        record.metric,
+        ours,
+        _number(record.paper_value, record.paper_std, record.unit),
+        difference,
+        str(len(record.seeds)) if record.seeds else "",
+        record.hardware,
+        _duration(record.wall_seconds) if record.values else "",
+        _short(record.commit),
+        record.notes,
+    ]
+
+
+def _number(value: float | None, std: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    return " ".join(filter(None, [f"{value:.2f}", "" if std is None else f"± {std:.2f}", unit]))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _short(commit: str | None) -> str:
+    if commit is None:
+        return ""
+    name, plus, changes = commit.partition("+")
+    return name[:10] + plus + changes
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.+_-]+", "-", text.lower()).strip("-.")

@@ -1,0 +1,83 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from wheretolearn import masks
+from wheretolearn.delta import SparseDelta
+from wheretolearn.errors import MismatchError
+from wheretolearn.inner_loop import adapt
+
+
+def network(width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def adapted_network(mode="batch", sparsity=0.9):
+    model = network()
+    x, y = torch.randn(12, 5), torch.arange(12) % 3
+    mask = masks.binary(model, initial_sparsity=sparsity)
+    return (
+        model,
+        x,
+        adapt(
+            model, mask, lambda net: F.cross_entropy(net(x), y), steps=3, inner_lr=0.2, batch_norm_mode=mode
+        ),
+    )
+
+
+@pytest.mark.parametrize("mode", ["batch", "support", "running"])
+def test_a_stored_delta_gives_the_adapted_network_back_exactly(mode, tmp_path):
+    model, x, adapted = adapted_network(mode)
+    SparseDelta.of(adapted).save(tmp_path / "delta.safetensors")
+    network = SparseDelta.load(tmp_path / "delta.safetensors").apply(model)
+    assert torch.equal(network(x), adapted.module()(x))
+    for name, parameter in network.named_parameters():
+        assert torch.equal(parameter, adapted.parameters[name])
+
+
+def test_only_changed_entries_are_kept():
+    model, _, adapted = adapted_network(sparsity=0.9)
+    delta = SparseDelta.of(adapted)
+    changed = sum((adapted.parameters[n] != p).sum().item() for n, p in model.named_parameters())
+    assert delta.changed == changed
+    assert 0 < delta.changed <= 0.11 * delta.total
+    assert delta.total == sum(p.numel() for p in model.parameters())
+    assert delta.buffers == {}
+
+
+def test_a_sparser_mask_gives_a_smaller_file(tmp_path):
+    sizes = []
+    for sparsity in (0.0, 0.9):
+        path = tmp_path / f"{sparsity}.safetensors"
+        torch.manual_seed(0)
+        model = nn.Linear(500, 50)
+        mask = masks.binary(model, initial_sparsity=sparsity)
+        x, y = torch.randn(20, 500), torch.arange(20)
+        SparseDelta.of(
+            adapt(model, mask, lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=1.0)
+        ).save(path)  # noqa: B023
+        sizes.append(path.stat().st_size)
+    assert sizes[1] < 0.2 * sizes[0]
+
+
+def test_a_delta_refuses_other_weights():
+    _, _, adapted = adapted_network()
+    other = network()
+    with torch.no_grad():
+        other[0].weight += 1
+    with pytest.raises(MismatchError, match="other weights"):
+        SparseDelta.of(adapted).apply(other)
+
+
+def test_a_delta_refuses_another_architecture():
+    _, _, adapted = adapted_network()
+    with pytest.raises(MismatchError, match=r"0\.weight"):
+        SparseDelta.of(adapted).apply(network(width=9))
+
+
+def test_a_file_that_is_no_delta_is_refused(tmp_path):
+    masks.binary(network()).save(tmp_path / "mask.safetensors")
+    with pytest.raises(MismatchError, match="holds no sparse delta"):
+        SparseDelta.load(tmp_path / "mask.safetensors")

@@ -1,0 +1,483 @@
+"""The closed forms against plain autograd, and the inner loop on every kind of module."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from wheretolearn import masks
+from wheretolearn.errors import ConfigError, MismatchError
+from wheretolearn.inner_loop import (
+    accumulate,
+    adapt,
+    meta_gradient,
+    second_order_meta_gradient,
+    update_statistics,
+)
+
+LR = 0.3
+
+
+class Step(torch.autograd.Function):
+    """1[m >= 0] forwards, identity backwards: the paper's definition, written as autograd wants it."""
+
+    @staticmethod
+    def forward(ctx, m):
+        return (m >= 0).to(m.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class ReluThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, m):
+        return torch.relu(m)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def generated_by_autograd(raw, name, noise):
+    if f"{name}.projection" not in raw:
+        return Step.apply(raw[name])
+    offset = raw[f"{name}.offset"]
+    latent = noise * raw["latent.scale"] + raw["latent.mean"]
+    return Step.apply((raw[f"{name}.projection"] @ latent).view_as(offset) + offset)
+
+
+KINDS = {
+    "binary": (masks.binary, lambda raw, name, _: Step.apply(raw[name])),
+    "relu": (
+        lambda model, **k: masks.relu(model, init=masks.uniform(-0.3, 0.8), **k),
+        lambda raw, name, _: ReluThrough.apply(raw[name]),
+    ),
+    "dying-relu": (
+        lambda model, **k: masks.relu(model, init=masks.uniform(-0.3, 0.8), straight_through=False, **k),
+        lambda raw, name, _: torch.relu(raw[name]),
+    ),
+    "exp": (masks.exp, lambda raw, name, _: raw[name].exp()),
+    "linear": (
+        lambda model, **k: masks.linear(model, init=masks.uniform(-0.3, 0.8), **k),
+        lambda raw, name, _: raw[name],
+    ),
+    "fixed": (lambda model, **k: masks.fixed(model), lambda raw, name, _: 1.0),
+    "generated": (lambda model, **k: masks.generated(model, latent_size=6, **k), generated_by_autograd),
+}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 16, 3)
+    ).double()
+
+
+def batch(seed, size=6):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 1, 6, 6, generator=generator, dtype=torch.float64)
+    return x, torch.arange(size) % 3
+
+
+def classification(x, y):
+    return lambda net: F.cross_entropy(net(x), y)
+
+
+SUPPORT, QUERY = classification(*batch(1)), classification(*batch(2, 9))
+
+
+def unrolled(model, mask, multiplier_of, steps, detach):
+    """Autograd through the whole inner loop; ``detach`` cuts second-order terms."""
+    (xs, ys), (xq, yq) = batch(1), batch(2, 9)
+    theta = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    raw = {n: m.detach().clone().requires_grad_() for n, m in mask.raw.items()}
+    noise = getattr(mask, "noise", None)
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    phi = dict(theta)
+    for _ in range(steps):
+        loss = F.cross_entropy(functional_call(model, {**phi, **buffers}, (xs,)), ys)
+        gradients = torch.autograd.grad(loss, list(phi.values()), create_graph=True)
+        phi = {
+            n: p - LR * multiplier_of(raw, n, noise) * (g.detach() if detach else g)
+            for (n, p), g in zip(phi.items(), gradients, strict=True)
+        }
+    loss = F.cross_entropy(functional_call(model, {**phi, **buffers}, (xq,)), yq)
+    gradients = torch.autograd.grad(loss, [*theta.values(), *raw.values()])
+    return (
+        dict(zip(theta, gradients, strict=False)),
+        dict(zip(raw, gradients[len(theta) :], strict=True)),
+        phi,
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_order_closed_form_equals_autograd(kind, steps):
+    make, multiplier_of = KINDS[kind]
+    model = network()
+    mask = make(model, generator=torch.Generator().manual_seed(3)) if kind != "fixed" else make(model)
+    mask.to(torch.float64)
+    theta, raw, phi = unrolled(model, mask, multiplier_of, steps, detach=True)
+    adapted = adapt(model, mask, SUPPORT, steps=steps, inner_lr=LR)
+    gradient = meta_gradient(adapted, QUERY)
+    for name in theta:
+        torch.testing.assert_close(adapted.parameters[name], phi[name], rtol=0, atol=1e-10)
+        torch.testing.assert_close(gradient.theta[name], theta[name], rtol=0, atol=1e-10)
+    pulled = mask.pull_back(gradient.multipliers)
+    assert set(pulled) == set(raw)
+    for name in raw:
+        torch.testing.assert_close(pulled[name], raw[name], rtol=0, atol=1e-10)
+    if raw:
+        assert any(g.abs().max() > 1e-4 for g in raw.values())
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_order_equals_autograd(kind, steps):
+    make, multiplier_of = KINDS[kind]
+    model = network()
+    mask = make(model).to(torch.float64)
+    theta, raw, _ = unrolled(model, mask, multiplier_of, steps, detach=False)
+    gradient = second_order_meta_gradient(model, mask, SUPPORT, QUERY, steps=steps, inner_lr=LR)
+    for name in theta:
+        torch.testing.assert_close(gradient.theta[name], theta[name], rtol=0, atol=1e-10)
+    pulled = mask.pull_back(gradient.multipliers)
+    for name in raw:
+        torch.testing.assert_close(pulled[name], raw[name], rtol=0, atol=1e-10)
+
+
+def test_second_order_maml_equals_finite_differences():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    mask = masks.fixed(model)
+    x, y = torch.randn(5, 4).double(), torch.randn(5, 2).double()
+
+    def support(net):
+        return F.mse_loss(net(x), y)
+
+    def query(net):
+        return F.mse_loss(net(2 * x), -y)
+
+    gradient = second_order_meta_gradient(model, mask, support, query, steps=3, inner_lr=LR)
+
+    def outer_loss():
+        return adapt(model, mask, support, steps=3, inner_lr=LR).evaluate(query).item()
+
+    epsilon = 1e-6
+    first_order = meta_gradient(adapt(model, mask, support, steps=3, inner_lr=LR), query)
+    for name, parameter in model.named_parameters():
+        flat = parameter.data.view(-1)
+        for i in range(flat.numel()):
+            flat[i] += epsilon
+            above = outer_loss()
+            flat[i] -= 2 * epsilon
+            below = outer_loss()
+            flat[i] += epsilon
+            assert gradient.theta[name].view(-1)[i].item() == pytest.approx(
+                (above - below) / (2 * epsilon), abs=1e-7
+            )
+    assert not torch.allclose(first_order.theta["0.weight"], gradient.theta["0.weight"], atol=1e-4)
+
+
+def test_meta_sgd_rates_equal_finite_differences():
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2).double()
+    mask = masks.linear(model, init=masks.uniform(-0.1, 0.4)).to(torch.float64)
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+
+    def support(net):
+        return F.mse_loss(net(x), y)
+
+    def query(net):
+        return F.mse_loss(net(x + 1), y)
+
+    gradient = second_order_meta_gradient(model, mask, support, query, steps=2, inner_lr=1.0)
+    pulled = mask.pull_back(gradient.multipliers)
+    for name, m in mask.raw.items():
+        flat = m.view(-1)
+        for i in range(flat.numel()):
+            values = []
+            for sign in (1, -1):
+                flat[i] += sign * 1e-6
+                values.append(adapt(model, mask, support, steps=2, inner_lr=1.0).evaluate(query).item())
+                flat[i] -= sign * 1e-6
+            assert pulled[name].view(-1)[i].item() == pytest.approx((values[0] - values[1]) / 2e-6, abs=1e-7)
+
+
+def test_the_model_is_left_as_it_was():
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    meta_gradient(adapt(model, masks.binary(model), SUPPORT, steps=3, inner_lr=LR), QUERY)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert modes == [module.training for module in model.modules()]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_closed_weights_do_not_move_and_open_ones_do():
+    model = network()
+    mask = masks.binary(model, initial_sparsity=0.5)
+    adapted = adapt(model, mask, SUPPORT, steps=2, inner_lr=LR)
+    for name, multiplier in mask.multipliers().items():
+        moved = adapted.parameters[name] != dict(model.named_parameters())[name]
+        assert not moved[multiplier == 0].any()
+    moved = adapted.parameters["4.weight"] != model[4].weight
+    assert moved[mask.multipliers()["4.weight"] == 1].float().mean() > 0.9
+
+
+def test_a_subset_mask_still_gives_every_parameter_an_outer_gradient():
+    model = network()
+    adapted = adapt(model, masks.fixed(model, "head"), SUPPORT, steps=2, inner_lr=LR)
+    assert torch.equal(adapted.parameters["0.weight"], model[0].weight)
+    assert meta_gradient(adapted, QUERY).theta["0.weight"].abs().max() > 0
+
+
+def test_accumulate_fills_grad_for_torch_optimizers_and_adds_up():
+    model = network()
+    mask = masks.binary(model).to(torch.float64)
+    adapted = adapt(model, mask, SUPPORT, steps=2, inner_lr=LR)
+    expected = meta_gradient(adapted, QUERY)
+    accumulate(adapted, QUERY)
+    accumulate(adapted, QUERY, weight=2.0)
+    torch.testing.assert_close(model[0].weight.grad, 3 * expected.theta["0.weight"])
+    torch.testing.assert_close(
+        mask.raw["0.weight"].grad, 3 * mask.pull_back(expected.multipliers)["0.weight"]
+    )
+
+
+def test_one_loss_per_step():
+    model = network()
+    mask = masks.fixed(model)
+    losses = [classification(*batch(seed)) for seed in (1, 2)]
+    both = adapt(model, mask, losses, steps=2, inner_lr=LR)
+    first = adapt(model, mask, losses[0], steps=1, inner_lr=LR).module()
+    second = adapt(first, masks.fixed(first), losses[1], steps=1, inner_lr=LR)
+    torch.testing.assert_close(both.parameters["4.weight"], second.parameters["4.weight"])
+    with pytest.raises(ConfigError, match="one per step"):
+        adapt(model, mask, losses, steps=3, inner_lr=LR)
+
+
+def test_zero_steps_is_the_model_itself():
+    model = network()
+    adapted = adapt(model, masks.binary(model), SUPPORT, steps=0, inner_lr=LR)
+    x, _ = batch(2)
+    assert torch.equal(adapted.evaluate(lambda net: net(x)), model(x))
+
+
+def test_works_inside_no_grad():
+    model = network()
+    with torch.no_grad():
+        adapted = adapt(model, masks.fixed(model), SUPPORT, steps=2, inner_lr=LR)
+        assert adapted.losses[1] < adapted.losses[0]
+
+
+def test_clip_norm_bounds_the_step():
+    model = network()
+    mask = masks.fixed(model)
+    adapted = adapt(model, mask, SUPPORT, steps=1, inner_lr=1.0, clip_norm=0.01)
+    moved = torch.cat([(adapted.parameters[n] - p).flatten() for n, p in model.named_parameters()])
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+    free = adapt(model, mask, SUPPORT, steps=1, inner_lr=1.0)
+    loose = adapt(model, mask, SUPPORT, steps=1, inner_lr=1.0, clip_norm=1e6)
+    torch.testing.assert_close(free.parameters["0.weight"], loose.parameters["0.weight"])
+
+
+def test_clipped_gradients_are_the_ones_summed_for_the_mask():
+    model = network()
+    adapted = adapt(
+        model, masks.linear(model, init=masks.constant(1.0)), SUPPORT, steps=1, inner_lr=1.0, clip_norm=0.01
+    )
+    total = torch.cat([g.flatten() for g in adapted.gradient_sum.values()])
+    assert total.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+class Unusual(nn.Module):
+    """Tied weights, a frozen parameter, an unused one, dropout, a buffer that forward changes, a sub-module call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.head = nn.Linear(4, 2)
+
+    def features(self, x):
+        self.calls += 1
+        return self.dropout(torch.tanh(self.second(torch.tanh(self.first(x))) * self.frozen))
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+def test_unusual_modules():
+    torch.manual_seed(0)
+    model = Unusual().eval()
+    x, y = torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    mask = masks.binary(model, initial_sparsity=0.0)
+    assert set(mask.names) == {
+        "first.weight",
+        "first.bias",
+        "second.bias",
+        "unused",
+        "head.weight",
+        "head.bias",
+    }
+    adapted = adapt(
+        model, mask, lambda net: F.cross_entropy(net.head(net.features(x)), y), steps=4, inner_lr=0.5
+    )
+    assert model.calls == 0
+    assert adapted.buffers["calls"] == 4
+    assert torch.equal(adapted.parameters["unused"], model.unused)
+    gradient = meta_gradient(adapted, lambda net: F.cross_entropy(net(x), y))
+    assert torch.equal(gradient.theta["unused"], torch.zeros(3))
+    assert "frozen" not in gradient.theta
+    network = adapted.module()
+    assert network.second.weight is network.first.weight
+    assert not torch.equal(network.first.weight, model.first.weight)
+    torch.testing.assert_close(network(x), adapted.evaluate(lambda net: net(x)))
+
+
+def test_tied_weights_get_the_gradient_of_both_uses():
+    torch.manual_seed(0)
+    model = Unusual().eval().double()
+    x, y = torch.randn(6, 4).double(), torch.tensor([0, 1] * 3)
+    adapted = adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=1.0)
+    F.cross_entropy(model(x), y).backward()
+    torch.testing.assert_close(
+        model.first.weight - adapted.parameters["first.weight"], model.first.weight.grad
+    )
+
+
+def test_dropout_follows_the_models_mode():
+    torch.manual_seed(0)
+    model = Unusual()
+    x, y = torch.randn(6, 4), torch.tensor([0, 1] * 3)
+
+    def adapted():
+        return adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=1.0)
+
+    model.train()
+    assert not torch.equal(adapted().losses, adapted().losses)
+    model.eval()
+    assert torch.equal(adapted().losses, adapted().losses)
+
+
+def test_a_loss_that_uses_no_covered_parameter_changes_nothing():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mask = masks.binary(model, select="1.*")
+    adapted = adapt(model, mask, lambda net: net[0](torch.ones(1, 2)).sum(), steps=2, inner_lr=1.0)
+    assert torch.equal(adapted.parameters["1.weight"], model[1].weight)
+
+
+def test_a_loss_must_be_one_number():
+    model = network()
+    with pytest.raises(ConfigError, match="single number"):
+        adapt(model, masks.fixed(model), lambda net: net(batch(1)[0]), steps=1, inner_lr=1.0)
+
+
+def test_a_mask_of_another_model_is_refused():
+    with pytest.raises(MismatchError, match=r"weight of shape \(2, 3\)"):
+        adapt(nn.Linear(4, 2), masks.binary(nn.Linear(3, 2)), SUPPORT, steps=1, inner_lr=1.0)
+
+
+class TestBatchNorm:
+    def test_batch_mode_uses_the_query_batch(self):
+        model = network()
+        adapted = adapt(model, masks.fixed(model), SUPPORT, steps=2, inner_lr=LR)
+        x, _ = batch(2, 9)
+        alone, together = (adapted.evaluate(lambda net, x=x, n=n: net(x[:n]))[:2] for n in (2, 9))
+        assert not torch.allclose(alone, together)
+
+    @pytest.mark.parametrize("mode", ["support", "running"])
+    def test_other_modes_predict_each_query_on_its_own(self, mode):
+        model = network()
+        adapted = adapt(model, masks.fixed(model), SUPPORT, steps=2, inner_lr=LR, batch_norm_mode=mode)
+        x, _ = batch(2, 9)
+        alone, together = (adapted.evaluate(lambda net, x=x, n=n: net(x[:n]))[:2] for n in (2, 9))
+        torch.testing.assert_close(alone, together)
+
+    def test_support_mode_keeps_the_statistics_of_the_support_under_the_adapted_weights(self):
+        model = network()
+        adapted = adapt(model, masks.fixed(model), SUPPORT, steps=2, inner_lr=LR, batch_norm_mode="support")
+        x, _ = batch(1)
+        features = F.conv2d(x, adapted.parameters["0.weight"], adapted.parameters["0.bias"])
+        torch.testing.assert_close(adapted.buffers["1.running_mean"], features.mean((0, 2, 3)))
+        torch.testing.assert_close(adapted.buffers["1.running_var"], features.var((0, 2, 3)))
+        assert torch.equal(model[1].running_mean, torch.zeros(3).double())
+
+    def test_running_mode_normalises_inner_steps_with_stored_statistics(self):
+        model = network()
+        model[1].running_mean.fill_(0.7)
+        x, y = batch(1)
+        adapted = adapt(model, masks.fixed(model), SUPPORT, steps=1, inner_lr=LR, batch_norm_mode="running")
+        model.eval()
+        torch.testing.assert_close(adapted.losses[0], F.cross_entropy(model(x), y))
+        assert (adapted.buffers["1.running_mean"] == 0.7).all()
+
+    def test_stored_statistics_move_when_asked(self):
+        model = network()
+        update_statistics(model, SUPPORT)
+        assert model[1].num_batches_tracked == 1
+        assert not torch.equal(model[1].running_mean, torch.zeros(3).double())
+
+    @pytest.mark.parametrize("mode", ["batch", "support", "running"])
+    @pytest.mark.parametrize("training", [True, False])
+    def test_the_adapted_module_predicts_what_the_query_pass_does(self, mode, training):
+        model = network()
+        adapted = adapt(model, masks.binary(model), SUPPORT, steps=3, inner_lr=LR, batch_norm_mode=mode)
+        x, _ = batch(2, 9)
+        expected = adapted.evaluate(lambda net: net(x))
+        if mode == "batch" and training:
+            torch.testing.assert_close(adapted.module().train()(x), expected)
+        torch.testing.assert_close(adapted.module().eval()(x), expected)
+
+    def test_support_mode_needs_layers_that_track_statistics(self):
+        model = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match="track_running_stats"):
+            adapt(model, masks.fixed(model), SUPPORT, steps=1, inner_lr=1.0, batch_norm_mode="support")
+
+    def test_unknown_mode(self):
+        model = network()
+        with pytest.raises(ConfigError, match="batch, support, running"):
+            adapt(model, masks.fixed(model), SUPPORT, steps=1, inner_lr=1.0, batch_norm_mode="instance")
+
+
+PEAK = """
+import resource, sys, torch
+from torch import nn
+from torch.nn import functional as F
+from wheretolearn import masks
+from wheretolearn.inner_loop import accumulate, adapt
+from wheretolearn.models import build
+
+torch.set_num_threads(1)
+model = build("conv4", ways=5, channels=3, size=84, width=32, seed=0)
+mask = masks.binary(model)
+x, y = torch.randn(25, 3, 84, 84), torch.arange(25) % 5
+adapted = adapt(model, mask, lambda net: F.cross_entropy(net(x), y), steps=int(sys.argv[1]), inner_lr=0.01)
+accumulate(adapted, lambda net: F.cross_entropy(net(x), y))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_peak_memory_does_not_grow_with_the_number_of_steps():
+    """Real processes, real peaks: K = 50 within 5 % of K = 5."""
+    peaks = {
+        steps: int(
+            subprocess.run([sys.executable, "-c", PEAK, str(steps)], check=True, capture_output=True).stdout
+        )
+        for steps in (5, 50)
+    }
+    assert peaks[50] < 1.05 * peaks[5], peaks

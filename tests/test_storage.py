@@ -1,0 +1,157 @@
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from wheretolearn.errors import UserError
+from wheretolearn.storage import (
+    atomic_write,
+    from_json,
+    load_weights,
+    read_json,
+    save_weights,
+    to_json,
+    write_json,
+)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_atomic_write_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with atomic_write(path) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["file"]
+
+
+def test_an_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write_half() -> None:
+        with atomic_write(path) as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_content_reaches_the_disk_before_the_name_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync"), fsync(descriptor))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append("rename"), replace(a, b))[1])
+    with atomic_write(tmp_path / "file") as file:
+        file.write(b"x")
+    assert events == ["fsync", "rename", "fsync"]
+
+
+@pytest.mark.parametrize("parent", ["missing", "file"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, parent: str) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / parent / "x"
+    with pytest.raises(UserError, match=f"cannot write {path}: "), atomic_write(path):
+        pass
+
+
+def test_json_survives_numbers_that_json_lacks() -> None:
+    value = {"a": math.inf, "b": [-math.inf, 1.5], "c": np.float32(0.5), "d": torch.tensor(3), "e": None}
+    text = to_json(value | {"f": math.nan})
+    strict = json.loads(text, parse_constant=lambda name: pytest.fail(f"invalid JSON: {name}"))
+    assert strict["f"] == "nan"
+    back = from_json(text)
+    assert math.isnan(back.pop("f"))
+    assert back == {"a": math.inf, "b": [-math.inf, 1.5], "c": 0.5, "d": 3, "e": None}
+
+
+def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert read_json(path) == {"a": 1}
+
+
+def test_damaged_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"a": ')
+    with pytest.raises(UserError, match=f"{path} is damaged or not JSON"):
+        read_json(path)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    base = torch.arange(6.0)
+    return {
+        "weight": base.view(2, 3).t(),  # not contiguous
+        "alias": base[:2],  # shares memory
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "mask": torch.tensor([True, False]),
+        "half": torch.ones(2, dtype=torch.bfloat16, requires_grad=True),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+def test_weights_come_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_weights(path, weights(), {"kind": "binary", "note": "ä"})
+    tensors, metadata = load_weights(path)
+    assert metadata == {"kind": "binary", "note": "ä"}
+    assert tensors.keys() == weights().keys()
+    for name, tensor in weights().items():
+        torch.testing.assert_close(tensors[name], tensor.detach(), rtol=0, atol=0)
+
+
+def test_every_flipped_byte_of_a_weights_file_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_weights(path, {"a": torch.tensor([1.0, 2.0])}, {"kind": "binary"})
+    content = path.read_bytes()
+    unnoticed = []
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        try:
+            _, metadata = load_weights(path)
+        except UserError:
+            continue
+        unnoticed.append(metadata)
+    # A flip inside the name of the checksum makes the file look like one from another program.
+    assert len(unnoticed) <= len("sha256")
+    assert all(metadata["kind"] == "binary" and len(metadata) == 2 for metadata in unnoticed)
+
+
+def test_truncated_weights_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_weights(path, weights())
+    content = path.read_bytes()
+    for size in (0, 4, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(UserError, match=f"{path} is damaged or not a safetensors file"):
+            load_weights(path)
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"cannot read {tmp_path}/none.safetensors"):
+        load_weights(tmp_path / "none.safetensors")
+
+
+def test_weights_of_another_program_have_no_checksum_and_load(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "w.safetensors")
+    tensors, metadata = load_weights(tmp_path / "w.safetensors")
+    assert tensors["a"].tolist() == [1.0, 1.0]
+    assert metadata == {}
