@@ -61,9 +61,7 @@ def test_unknown_key_names_the_nearest_key_and_the_source() -> None:
 
 
 def test_unknown_nested_key_is_named_in_full() -> None:
-    assert (
-        refusal(model={"widht": 3}) == 'my.toml: unknown setting "model.widht"; did you mean "model.width"?'
-    )
+    assert refusal(model={"widht": 3}) == 'my.toml: unknown setting "model.widht"; did you mean "model.width"?'
 
 
 def test_nested_setting_given_at_the_top_is_pointed_to_its_table() -> None:

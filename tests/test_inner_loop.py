@@ -75,9 +75,7 @@ KINDS = {
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 16, 3)
-    ).double()
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 16, 3)).double()
 
 
 def batch(seed, size=6):
@@ -180,9 +178,7 @@ def test_second_order_maml_equals_finite_differences():
             flat[i] -= 2 * epsilon
             below = outer_loss()
             flat[i] += epsilon
-            assert gradient.theta[name].view(-1)[i].item() == pytest.approx(
-                (above - below) / (2 * epsilon), abs=1e-7
-            )
+            assert gradient.theta[name].view(-1)[i].item() == pytest.approx((above - below) / (2 * epsilon), abs=1e-7)
     assert not torch.allclose(first_order.theta["0.weight"], gradient.theta["0.weight"], atol=1e-4)
 
 
@@ -248,9 +244,7 @@ def test_accumulate_fills_grad_for_torch_optimizers_and_adds_up():
     accumulate(adapted, QUERY)
     accumulate(adapted, QUERY, weight=2.0)
     torch.testing.assert_close(model[0].weight.grad, 3 * expected.theta["0.weight"])
-    torch.testing.assert_close(
-        mask.raw["0.weight"].grad, 3 * mask.pull_back(expected.multipliers)["0.weight"]
-    )
+    torch.testing.assert_close(mask.raw["0.weight"].grad, 3 * mask.pull_back(expected.multipliers)["0.weight"])
 
 
 def test_one_loss_per_step():
@@ -334,9 +328,7 @@ def test_unusual_modules():
         "head.weight",
         "head.bias",
     }
-    adapted = adapt(
-        model, mask, lambda net: F.cross_entropy(net.head(net.features(x)), y), steps=4, inner_lr=0.5
-    )
+    adapted = adapt(model, mask, lambda net: F.cross_entropy(net.head(net.features(x)), y), steps=4, inner_lr=0.5)
     assert model.calls == 0
     assert adapted.buffers["calls"] == 4
     assert torch.equal(adapted.parameters["unused"], model.unused)
@@ -355,9 +347,7 @@ def test_tied_weights_get_the_gradient_of_both_uses():
     x, y = torch.randn(6, 4).double(), torch.tensor([0, 1] * 3)
     adapted = adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=1.0)
     F.cross_entropy(model(x), y).backward()
-    torch.testing.assert_close(
-        model.first.weight - adapted.parameters["first.weight"], model.first.weight.grad
-    )
+    torch.testing.assert_close(model.first.weight - adapted.parameters["first.weight"], model.first.weight.grad)
 
 
 def test_dropout_follows_the_models_mode():
@@ -475,9 +465,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 def test_peak_memory_does_not_grow_with_the_number_of_steps():
     """Real processes, real peaks: K = 50 within 5 % of K = 5."""
     peaks = {
-        steps: int(
-            subprocess.run([sys.executable, "-c", PEAK, str(steps)], check=True, capture_output=True).stdout
-        )
+        steps: int(subprocess.run([sys.executable, "-c", PEAK, str(steps)], check=True, capture_output=True).stdout)
         for steps in (5, 50)
     }
     assert peaks[50] < 1.05 * peaks[5], peaks

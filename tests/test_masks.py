@@ -40,9 +40,7 @@ class TestContract:
     def test_multipliers_have_the_parameters_names_and_shapes(self, make):
         model = small_network()
         multipliers = make(model).multipliers()
-        assert {n: m.shape for n, m in multipliers.items()} == {
-            n: p.shape for n, p in model.named_parameters()
-        }
+        assert {n: m.shape for n, m in multipliers.items()} == {n: p.shape for n, p in model.named_parameters()}
 
     def test_pull_back_gives_a_gradient_for_each_raw_parameter(self, make):
         mask = make(small_network())

@@ -49,9 +49,7 @@ def test_an_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file"]
 
 
-def test_content_reaches_the_disk_before_the_name_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_reaches_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("fsync"), fsync(descriptor))[1])

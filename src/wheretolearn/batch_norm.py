@@ -25,9 +25,7 @@ def layers(model: nn.Module) -> list[_BatchNorm]:
 
 def check_mode(model: nn.Module, mode: str) -> None:
     if mode not in get_args(BatchNormMode):
-        raise ConfigError(
-            f"unknown batch-norm mode {mode!r}; choose one of {', '.join(get_args(BatchNormMode))}"
-        )
+        raise ConfigError(f"unknown batch-norm mode {mode!r}; choose one of {', '.join(get_args(BatchNormMode))}")
     if mode != "batch" and any(layer.running_mean is None for layer in layers(model)):
         raise ConfigError(
             f"batch-norm mode {mode!r} needs layers that store statistics, and this model has one with "

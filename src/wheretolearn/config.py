@@ -109,11 +109,7 @@ def _build(cls: type[T], values: Mapping[str, object], prefix: str, where: str) 
         default = _default(field)
         if name in values:
             value = values[name]
-            if (
-                isinstance(value, Mapping)
-                and dataclasses.is_dataclass(hints[name])
-                and default is not MISSING
-            ):
+            if isinstance(value, Mapping) and dataclasses.is_dataclass(hints[name]) and default is not MISSING:
                 value = merge(to_dict(default), value)  # a table given in part keeps the rest of its default
             arguments[name] = _convert(value, hints[name], prefix + name, where)
         elif default is MISSING:
@@ -127,9 +123,7 @@ def _build(cls: type[T], values: Mapping[str, object], prefix: str, where: str) 
 
 def _convert(value: object, kind: Any, key: str, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    wrong = ConfigError(
-        f'{where}"{key}" expects {_type_name(kind)}, got {_toml_text(value)}{_hint(value, kind)}'
-    )
+    wrong = ConfigError(f'{where}"{key}" expects {_type_name(kind)}, got {_toml_text(value)}{_hint(value, kind)}')
 
     if origin in (Union, types.UnionType):
         choices = [choice for choice in arguments if choice is not types.NoneType]
@@ -164,9 +158,7 @@ def _convert(value: object, kind: Any, key: str, where: str) -> Any:
     if origin is dict:
         if not isinstance(value, Mapping):
             raise wrong
-        return {
-            str(name): _convert(item, arguments[1], f"{key}.{name}", where) for name, item in value.items()
-        }
+        return {str(name): _convert(item, arguments[1], f"{key}.{name}", where) for name, item in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
             raise wrong

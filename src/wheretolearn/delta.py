@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, get_args
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +88,7 @@ class SparseDelta:
     @classmethod
     def load(cls, path: Path | str) -> Self:
         tensors, metadata = load_weights(Path(path))
-        mode = metadata.get("batch_norm")
-        if metadata.get("kind") != "sparse-delta" or mode not in get_args(BatchNormMode):
+        if metadata.get("kind") != "sparse-delta":
             raise MismatchError(f"{path} holds no sparse delta: give a file written by SparseDelta.save")
         parts: dict[str, dict[str, Tensor]] = {"position": {}, "value": {}, "buffer": {}}
         for key, tensor in tensors.items():
@@ -101,7 +100,7 @@ class SparseDelta:
             parts["buffer"],
             json.loads(metadata["shapes"]),
             metadata["base"],
-            mode,
+            cast(BatchNormMode, metadata["batch_norm"]),
         )
 
 

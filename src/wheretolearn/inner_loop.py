@@ -254,9 +254,7 @@ def _gradients(
 ) -> Tensors:
     """Gradients by name; zero for a parameter that the loss does not use."""
     if loss.dim() != 0:
-        raise ConfigError(
-            f"a loss must be a single number, this one has shape {tuple(loss.shape)}: take its mean"
-        )
+        raise ConfigError(f"a loss must be a single number, this one has shape {tuple(loss.shape)}: take its mean")
     if not names:
         return {}
     if not loss.requires_grad:  # the loss uses none of them

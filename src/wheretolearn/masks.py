@@ -134,16 +134,20 @@ def kaiming(shape: torch.Size, generator: torch.Generator | None = None) -> Tens
 
 
 def uniform(low: float, high: float) -> Initialise:
-    return lambda shape, generator=None: torch.empty(shape).uniform_(low, high, generator=generator)
+    def draw(shape: torch.Size, generator: torch.Generator | None = None) -> Tensor:
+        return torch.empty(shape).uniform_(low, high, generator=generator)
 
-
-def constant(value: float) -> Initialise:
-    return lambda shape, generator=None: torch.full(shape, value)
+    return draw
 
 
 def log_uniform(low: float, high: float) -> Initialise:
     """Logarithms of U(low, high), so that an exp mask starts with multipliers in that range."""
-    return lambda shape, generator=None: uniform(low, high)(shape, generator).log()
+    draw = uniform(low, high)
+    return lambda shape, generator: draw(shape, generator).log()
+
+
+def constant(value: float) -> Initialise:
+    return lambda shape, generator: torch.full(shape, value)
 
 
 def _step(m: Tensor) -> Tensor:

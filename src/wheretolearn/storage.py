@@ -91,8 +91,7 @@ def save_weights(
         raise ValueError(f'the metadata key "{_DIGEST_KEY}" is taken by the checksum')
     # Copies, because safetensors refuses views and tensors that share memory.
     copies = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
     content = serialize_tensors(copies, {**metadata, _DIGEST_KEY: _digest(copies, metadata)})
     with atomic_write(path) as file:

@@ -244,9 +244,7 @@ def test_osaka_stays_for_ever_or_never() -> None:
 
 def test_osaka_names_a_source_that_does_not_fit() -> None:
     with pytest.raises(DataError, match="fashion-mnist has 9 classes; 10 are needed"):
-        streams.osaka(
-            [SOURCES[0], SOURCES[1][:10]], weights=(0.5, 0.5), p=0.9, seed=0, names=["o", "fashion-mnist"]
-        )
+        streams.osaka([SOURCES[0], SOURCES[1][:10]], weights=(0.5, 0.5), p=0.9, seed=0, names=["o", "fashion-mnist"])
     with pytest.raises(DataError, match="source 0: class 0 has 4 images; 5 per class"):
         streams.osaka([np.arange(0, 81, 4)], weights=(1.0,), p=0.9, seed=0)
 

@@ -172,9 +172,7 @@ def test_resnet12_block_adds_its_shortcut() -> None:
     images = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         block.get_parameter("norm3.weight").zero_()  # silences the three convolutions
-    shortcut = F.batch_norm(
-        F.conv2d(images, block.get_parameter("shortcut_conv.weight")), None, None, training=True
-    )
+    shortcut = F.batch_norm(F.conv2d(images, block.get_parameter("shortcut_conv.weight")), None, None, training=True)
     torch.testing.assert_close(block(images), F.max_pool2d(F.leaky_relu(shortcut, 0.1), 2))
 
 

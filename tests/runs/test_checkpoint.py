@@ -127,9 +127,7 @@ def test_a_flipped_byte_in_the_newest_falls_back_and_says_so(tmp_path: Path, pos
     flip(path, position)
     found = latest(tmp_path)
     assert found.step == 1
-    assert found.notes == (
-        f"the checkpoint {path} is damaged (its content does not match its checksum); using step 1",
-    )
+    assert found.notes == (f"the checkpoint {path} is damaged (its content does not match its checksum); using step 1",)
 
 
 @pytest.mark.parametrize("size", [0, 1, 600])
@@ -291,9 +289,7 @@ def test_signature_of_the_same_model_passes() -> None:
         ({"weight": [3, 2], "bias": [3], "scale": [1]}, "its scale [1] is not in the model"),
     ],
 )
-def test_checkpoint_of_another_model_names_the_first_difference(
-    stored: dict[str, list[int]], expected: str
-) -> None:
+def test_checkpoint_of_another_model_names_the_first_difference(stored: dict[str, list[int]], expected: str) -> None:
     with pytest.raises(MismatchError) as caught:
         check_signature(stored, model_signature(nn.Linear(2, 3)), Path("run/step-1.pt"))
     assert str(caught.value).startswith(f"run/step-1.pt belongs to another model: {expected}.")

@@ -205,9 +205,7 @@ time.sleep(600)
 
 def test_a_living_process_keeps_its_lock_and_a_killed_one_does_not(tmp_path: Path) -> None:
     create(tmp_path).close()
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "locked\n"
         with RunFolder.open(tmp_path) as run:

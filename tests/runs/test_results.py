@@ -119,9 +119,7 @@ def test_markdown_table_shows_numbers_misses_and_cells_not_run() -> None:
     table = markdown_table(
         [
             record(),
-            record(
-                paper_value=60.0, paper_std=1.0, values=(66.5,), seeds=(0,), wall_seconds=35.04, commit=None
-            ),
+            record(paper_value=60.0, paper_std=1.0, values=(66.5,), seeds=(0,), wall_seconds=35.04, commit=None),
             ResultRecord("table1.a|b", "accuracy", paper_value=64.84, paper_std=0.46),
             ResultRecord("demo", "sparsity", values=(50.0,), seeds=(0,), wall_seconds=600, notes="one seed"),
         ]
@@ -138,9 +136,7 @@ def test_markdown_table_shows_numbers_misses_and_cells_not_run() -> None:
 
 
 def test_measured_fills_in_where_and_when() -> None:
-    made = measured(
-        "demo", "accuracy", {4: 90.0, 5: 92.0}, wall_seconds=1.5, config={"a": 1}, paper_value=91.0
-    )
+    made = measured("demo", "accuracy", {4: 90.0, 5: 92.0}, wall_seconds=1.5, config={"a": 1}, paper_value=91.0)
     assert (made.seeds, made.values, made.mean, made.difference) == ((4, 5), (90.0, 92.0), 91.0, 0.0)
     assert made.hardware
     assert "torch" in made.versions

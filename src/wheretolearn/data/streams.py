@@ -71,9 +71,7 @@ def rotations(images: int, *, tasks: int = 20, examples: int = 1000, seed: int) 
     return [Task(chosen, Rotation(angle)) for chosen, angle in zip(indices, degrees, strict=True)]
 
 
-def permutations(
-    images: int, *, tasks: int = 20, examples: int = 1000, pixels: int = 784, seed: int
-) -> list[Task]:
+def permutations(images: int, *, tasks: int = 20, examples: int = 1000, pixels: int = 784, seed: int) -> list[Task]:
     """MNIST permutations: each task, the first too, shuffles the pixels of all images in its own way.
 
     Training and test images as in ``rotations``. "Many permutations" is 100 tasks of 200 examples.
@@ -105,9 +103,7 @@ def split_classes(
     label_of = torch.as_tensor(labels).to(device="cpu", dtype=torch.int64)
     classes = torch.from_numpy(np.unique(label_of))
     if classes_per_task < 1 or len(classes) % classes_per_task:
-        raise ConfigError(
-            f"{len(classes)} classes cannot be split into tasks of {classes_per_task}; choose a divisor"
-        )
+        raise ConfigError(f"{len(classes)} classes cannot be split into tasks of {classes_per_task}; choose a divisor")
     if order == "shuffled":
         classes = classes[permutation(len(classes), seed, "split", "classes")]
     tasks = []
@@ -132,21 +128,15 @@ class Batches:
     epoch: Tensor  # [batches]; only batches of epoch 0 are new to the learner
 
 
-def batches(
-    tasks: Sequence[Task], *, batch: int = 10, glances: int = 1, epochs: int = 1, seed: int
-) -> Batches:
+def batches(tasks: Sequence[Task], *, batch: int = 10, glances: int = 1, epochs: int = 1, seed: int) -> Batches:
     """The batches of a stream of tasks, in order."""
     if batch < 1 or glances < 1 or epochs < 1:
-        raise ConfigError(
-            f"batch, glances and epochs must be at least 1, not {batch}, {glances} and {epochs}"
-        )
+        raise ConfigError(f"batch, glances and epochs must be at least 1, not {batch}, {glances} and {epochs}")
     rows, task_of, epoch_of = [], [], []
     for number, task in enumerate(tasks):
         whole = len(task.train_indices) // batch
         if whole == 0:
-            raise DataError(
-                f"task {number} has {len(task.train_indices)} images, fewer than one batch of {batch}"
-            )
+            raise DataError(f"task {number} has {len(task.train_indices)} images, fewer than one batch of {batch}")
         for epoch in range(epochs):
             order = permutation(len(task.train_indices), seed, "batches", number, epoch)[: whole * batch]
             rows.append(task.train_indices[order].reshape(whole, 1, batch))
@@ -198,9 +188,7 @@ def osaka(
     if not 0 <= p <= 1 or steps < 1:
         raise ConfigError(f"a stream needs p between 0 and 1 and at least 1 step, not {p} and {steps}")
     if len(weights) != len(sources) or min(weights) < 0 or not math.isclose(sum(weights), 1, abs_tol=1e-6):
-        raise ConfigError(
-            f"weights must be {len(sources)} probabilities, one per source, that sum to 1, not {weights}"
-        )
+        raise ConfigError(f"weights must be {len(sources)} probabilities, one per source, that sum to 1, not {weights}")
     offsets = [
         checked_offsets(given, ways, shots, names[number] if names else f"source {number}")
         for number, given in enumerate(sources)
@@ -236,9 +224,7 @@ def _examples(images: int, tasks: int, examples: int, seed: int, stream: str) ->
     if tasks < 1 or examples < 1:
         raise ConfigError(f"a stream needs at least 1 task and 1 example, not {tasks} and {examples}")
     if examples > images:
-        raise DataError(
-            f"a task of {examples} examples cannot be drawn from {images} training images; ask for fewer"
-        )
+        raise DataError(f"a task of {examples} examples cannot be drawn from {images} training images; ask for fewer")
     return [
         permutation_keys((images,), seed, stream, "images", task).topk(examples, largest=False).indices
         for task in range(tasks)

@@ -30,9 +30,7 @@ def as_input(
     if scaling not in get_args(Scaling):
         raise ConfigError(f"unknown scaling {scaling!r}; choose one of {', '.join(get_args(Scaling))}")
     if images.dtype != torch.uint8 or images.ndim < 3:
-        raise DataError(
-            f"images must be uint8 [..., height, width, channels], not {images.dtype} {list(images.shape)}"
-        )
+        raise DataError(f"images must be uint8 [..., height, width, channels], not {images.dtype} {list(images.shape)}")
     channels = images.shape[-1]
     if scaling == "auto":
         scaling = "imagenet" if channels == 3 else "unit"

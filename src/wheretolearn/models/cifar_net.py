@@ -14,9 +14,7 @@ class CifarNet(nn.Module):
     Kaiming-normal weights, zero biases, no batch norm.
     """
 
-    def __init__(
-        self, ways: int = 10, width: int = 160, hidden: int = 320, channels: int = 3, size: int = 32
-    ) -> None:
+    def __init__(self, ways: int = 10, width: int = 160, hidden: int = 320, channels: int = 3, size: int = 32) -> None:
         side = -(-size // 8)  # each convolution halves the side, rounding up
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, stride=2, padding=1)

@@ -14,9 +14,7 @@ class Conv4(nn.Module):
     ``bias=False`` leaves out every bias: of convolutions, of batch norm (its shift), and of the head.
     """
 
-    def __init__(
-        self, ways: int = 5, channels: int = 3, size: int = 84, width: int = 64, bias: bool = True
-    ) -> None:
+    def __init__(self, ways: int = 5, channels: int = 3, size: int = 84, width: int = 64, bias: bool = True) -> None:
         positions = (size // 16) ** 2
         if positions == 0:
             raise ConfigError(

@@ -108,9 +108,7 @@ def _resolve(name: str, rows: Mapping[str, _Row]) -> Preset:
         if base in chain:
             raise ConfigError(f"presets extend each other in a circle: {' -> '.join([*chain, base])}")
         if base not in rows:
-            raise ConfigError(
-                f'preset "{chain[-1]}" extends "{base}", which does not exist{_nearest(base, rows)}'
-            )
+            raise ConfigError(f'preset "{chain[-1]}" extends "{base}", which does not exist{_nearest(base, rows)}')
         chain.append(base)
     protocols = {row.protocol for row in map(rows.__getitem__, chain) if row.protocol is not None}
     if len(protocols) != 1:

@@ -167,6 +167,4 @@ def _check_plain(value: Any, where: str) -> None:
         for index, item in enumerate(value):
             _check_plain(item, f"{where}[{index}]")
     elif not isinstance(value, Tensor) and type(value) not in _PLAIN:
-        raise TypeError(
-            f"{where} is a {type(value).__name__}; a checkpoint holds only tensors and plain types"
-        )
+        raise TypeError(f"{where} is a {type(value).__name__}; a checkpoint holds only tensors and plain types")

@@ -145,9 +145,7 @@ def _load(path: Path) -> ResultRecord:
     record = from_dict(ResultRecord, values, where=str(path))
     for name, value in _computed(record).items():
         if value != stored[name]:
-            raise UserError(
-                f"{path}: {name} is {stored[name]}, but its values give {value}; do not edit records"
-            )
+            raise UserError(f"{path}: {name} is {stored[name]}, but its values give {value}; do not edit records")
     return record
 
 

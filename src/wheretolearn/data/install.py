@@ -1,0 +1,137 @@
+"""Bring an image set into the cache: from its publisher (``get``) or from files at hand (``add``)."""
+
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from wheretolearn.data import image_set
+from wheretolearn.data.archives import Workspace, is_archive
+from wheretolearn.data.download import download
+from wheretolearn.data.image_set import ImageSet, Progress
+from wheretolearn.data.readers import LayoutError, Reader, Splits, read_class_folders
+from wheretolearn.data.sources import SOURCES, Source, find
+from wheretolearn.errors import DataError
+
+EMBEDDED = "glyphs"  # drawn on this machine at first use
+DOWNLOADS = "_downloads"  # below the cache; no set can have this name
+DEFAULT_SIZE = 84
+
+
+def get(
+    name: str,
+    *,
+    root: Path | None = None,
+    downloading: Progress | None = None,
+    converting: Progress | None = None,
+) -> ImageSet:
+    """Download a known set, convert and store it; the downloaded files are removed afterwards.
+
+    ``downloading`` counts bytes over all files, ``converting`` counts images.
+    """
+    if name == EMBEDDED:
+        raise DataError(f"{name} needs no download: it is drawn on this machine when it is first used")
+    source = find(name)
+    if not source.files:
+        raise DataError(
+            f"{name} cannot be downloaded freely: {source.obtain} ({source.home}).\n"
+            f"Then `wheretolearn data add {name} FOLDER`, where FOLDER holds {source.layout}."
+        )
+    root = image_set.data_root() if root is None else root
+    folder = root / DOWNLOADS / name
+    total = sum(file.size or 0 for file in source.files)
+    done = 0
+    for file in source.files:
+
+        def tick(count: int, _: int, before: int = done) -> None:
+            if downloading is not None:
+                downloading(before + count, total)
+
+        done += download(file, folder, progress=tick).stat().st_size
+    stored = _convert(name, source.read, folder, _published_info(source), root, converting, source)
+    shutil.rmtree(folder, ignore_errors=True)
+    return stored
+
+
+def add(
+    name: str,
+    path: Path,
+    *,
+    root: Path | None = None,
+    size: int | None = None,
+    channels: int | None = None,
+    progress: Progress | None = None,
+) -> ImageSet:
+    """Convert and store the files in ``path``, a folder or an archive; ``progress`` counts images.
+
+    A known name expects its publisher's layout. Any other name makes a set of the user's own from class
+    folders, at ``size`` pixels square (84) with 3 ``channels`` or 1.
+    """
+    image_set.check_name(name)
+    if name == EMBEDDED:
+        raise DataError(f"{name} is the name of the embedded set; choose another")
+    root = image_set.data_root() if root is None else root
+    if not path.exists():
+        raise DataError(f"{path} does not exist")
+    if name not in SOURCES:
+        size = DEFAULT_SIZE if size is None else size
+        channels = 3 if channels is None else channels
+        if size < 1 or channels not in (1, 3):
+            raise DataError(f"size {size} and channels {channels}: size must be positive, channels 1 or 3")
+        reader = partial(read_class_folders, image_shape=(size, size, channels))
+        return _convert(name, reader, path, {"source": "folder of class folders"}, root, progress, None)
+    source = SOURCES[name]
+    if size is not None or channels is not None:
+        raise DataError(
+            f"{name} is always {' x '.join(map(str, source.image_shape))}; "
+            "to choose --size and --channels, add it under a name of your own"
+        )
+    try:
+        return _convert(name, source.read, path, _published_info(source), root, progress, source)
+    except LayoutError as error:
+        raise DataError(f"{error}.\n{name} expects a folder with {source.layout}.") from error
+
+
+def _convert(
+    name: str,
+    reader: Reader,
+    path: Path,
+    info: Mapping[str, Any],
+    root: Path,
+    progress: Progress | None,
+    source: Source | None,
+) -> ImageSet:
+    with Workspace(root) as workspace:
+        if path.is_dir():
+            folder = path
+        elif is_archive(path):
+            folder = workspace.unpack(path)
+        else:
+            raise DataError(f"{path} is neither a folder nor an archive (.zip, .tar, .tar.gz, .tgz)")
+        splits = reader(folder, workspace)
+        coverage = {} if source is None else _coverage(source, splits)
+        return image_set.write(name, splits, {**info, **coverage, "made_from": str(path.resolve())}, root, progress)
+
+
+def _published_info(source: Source) -> dict[str, Any]:
+    info = {
+        "source": source.title,
+        "home": source.home,
+        "licence": source.licence,
+        "convention": source.convention,
+    }
+    return {**info, "note": source.note} if source.note else info
+
+
+def _coverage(source: Source, splits: Splits) -> dict[str, Any]:
+    """How much of the published set is here: subsets are welcome, but say so."""
+    classes = {split: len(stream.classes) for split, stream in splits.items()}
+    images = sum(int(stream.class_offsets[-1]) for stream in splits.values())
+    shares = [f"{split} {classes.get(split, 0)} of {of}" for split, of in source.split_classes.items()]
+    complete = classes == dict(source.split_classes) and images == source.images
+    return {
+        "complete": complete,
+        "classes": "; ".join(shares),
+        "images": f"{images} of {source.images}",
+    }

@@ -1,0 +1,1 @@
+"""Few-shot learning: N-way K-shot tasks, meta-training, evaluation."""

@@ -1,0 +1,63 @@
+"""Few-shot tasks: images of an episode, ready for the network."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wheretolearn.data.episodes import EpisodeSampler, EpisodeShape
+from wheretolearn.data.image_set import ImageSet, ImageSplit
+from wheretolearn.data.transforms import as_input
+from wheretolearn.errors import DataError
+
+
+@dataclass(frozen=True)
+class FewShotTask:
+    support_images: Tensor
+    support_labels: Tensor
+    query_images: Tensor
+    query_labels: Tensor
+
+    def support_loss(self, network: nn.Module) -> Tensor:
+        return F.cross_entropy(network(self.support_images), self.support_labels)
+
+    def query_loss(self, network: nn.Module) -> Tensor:
+        return F.cross_entropy(network(self.query_images), self.query_labels)
+
+    def query_accuracy(self, network: nn.Module) -> Tensor:
+        return (network(self.query_images).argmax(1) == self.query_labels).float().mean()
+
+
+class TaskSource:
+    """Draws tasks from one split. On a GPU the whole split lies in its memory as one uint8 tensor."""
+
+    def __init__(self, split: ImageSplit, shape: EpisodeShape, seed: int, stream: str, device: str = "cpu"):
+        self.sampler = EpisodeSampler(
+            split.class_offsets, shape, seed, device, stream, name=split.name, class_names=split.classes
+        )
+        self.device = torch.device(device)
+        self._split = split
+        self._on_device = None if self.device.type == "cpu" else torch.tensor(np.asarray(split.images), device=device)
+
+    def tasks(self, step: int, count: int) -> Iterator[FewShotTask]:
+        """The ``count`` tasks of an outer step: always the same for the same seed, stream and step."""
+        episodes = self.sampler.sample(step, count)
+        for support, query in zip(episodes.support, episodes.query, strict=True):
+            yield FewShotTask(
+                self._images(support), episodes.support_labels, self._images(query), episodes.query_labels
+            )
+
+    def _images(self, indices: Tensor) -> Tensor:
+        if self._on_device is not None:
+            return as_input(self._on_device[indices], channels_last=True)
+        # Indexing the memory map reads only these images from disk.
+        return as_input(torch.from_numpy(self._split.images[indices.numpy()]), channels_last=True)
+
+
+def split_of(images: ImageSet, name: str) -> ImageSplit:
+    if name not in images.splits:
+        raise DataError(f"the set {images.name} has no split {name!r}; it has {', '.join(images.splits)}")
+    return images.splits[name]

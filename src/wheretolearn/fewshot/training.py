@@ -1,0 +1,186 @@
+"""Meta-training: outer steps, validation, checkpoints."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wheretolearn.config import from_dict
+from wheretolearn.data.load import load_set
+from wheretolearn.diagnosis import locate_non_finite
+from wheretolearn.errors import NonFiniteError, Stopped
+from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.evaluation import accuracies
+from wheretolearn.fewshot.tasks import FewShotTask, TaskSource, split_of
+from wheretolearn.inner_loop import accumulate, adapt, add_gradient, second_order_meta_gradient, update_statistics
+from wheretolearn.masks import GradientMask
+from wheretolearn.masks import load as load_mask
+from wheretolearn.runs import checkpoint
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.signals import StopRequest
+from wheretolearn.storage import check_shapes, load_weights, save_weights
+
+Report = Callable[[int, Mapping[str, Any]], None]  # (outer step, latest values)
+
+
+@dataclass
+class Learner:
+    """All that meta-training changes."""
+
+    model: nn.Module
+    mask: GradientMask
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    best_accuracy: float = -1.0
+    best_step: int = 0
+    best: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "signature": checkpoint.model_signature(self.model),
+            "model": self.model.state_dict(),
+            "mask": self.mask.tensors(),
+            "optimizer": self.optimizer.state_dict(),
+            "best_accuracy": self.best_accuracy,
+            "best_step": self.best_step,
+            "best": self.best,
+            "random": checkpoint.random_state(),
+        }
+
+    def restore(self, step: int, state: Mapping[str, Any], path: str) -> None:
+        checkpoint.check_signature(state["signature"], checkpoint.model_signature(self.model), path)
+        self.model.load_state_dict(state["model"])
+        self.mask.load_tensors(state["mask"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.best_accuracy, self.best_step, self.best = state["best_accuracy"], state["best_step"], state["best"]
+        checkpoint.restore_random_state(state["random"])
+        self.step = step
+
+    def remember_best(self, accuracy: float) -> None:
+        if accuracy > self.best_accuracy:
+            self.best_accuracy, self.best_step = accuracy, self.step
+            tensors = {"model": self.model.state_dict(), "mask": self.mask.tensors()}
+            self.best = {part: {n: t.detach().clone() for n, t in ts.items()} for part, ts in tensors.items()}
+
+
+def train(run: RunFolder, report: Report | None = None, device: str = "cpu") -> Learner:
+    """Carry the run in this folder to its end, from its last checkpoint if it has one.
+
+    The best model by validation is left in ``model.safetensors`` and ``mask.safetensors``.
+    """
+    config = from_dict(FewShotConfig, run.config, where=str(run.path))
+    run.lock()
+    images = load_set(config.data)
+    training = TaskSource(split_of(images, config.train_split), config.episode, run.seed, "train", device)
+    validation = TaskSource(split_of(images, config.validation_split), config.episode, run.seed, "validation", device)
+    learner = new_learner(config, split_of(images, config.train_split).images.shape[1:], run.seed, device)
+    saved = checkpoint.load_latest(run)
+    if saved is not None:
+        learner.restore(saved.step, saved.state, str(run.path))
+    run.rewind(learner.step)
+    with StopRequest() as stop:
+        while learner.step < config.outer_steps:
+            started = time.perf_counter()
+            loss = outer_step(learner, training, config, run.seed)
+            learner.step += 1
+            step = learner.step
+            values: dict[str, Any] = {"loss": loss, "step_seconds": time.perf_counter() - started}
+            last = step == config.outer_steps
+            if step % config.validate_every == 0 or last:
+                accuracy = accuracies(learner.model, learner.mask, validation, config, config.validation_tasks)
+                values["validation_accuracy"] = accuracy.mean().item()
+                learner.remember_best(values["validation_accuracy"])
+            if step % config.log_every == 0 or step == 1 or "validation_accuracy" in values:
+                sparsity = learner.mask.sparsity()
+                values |= {"sparsity": sparsity.overall, "sparsity_by_layer": sparsity.by_layer}
+                run.log(step, **values)
+            if report is not None:
+                report(step, values)
+            if step % config.checkpoint_every == 0 or last or stop.requested:
+                checkpoint.save(run, learner.state(), step)
+            if stop.requested and not last:
+                raise Stopped(
+                    f"stopped after step {step} of {config.outer_steps} and saved; "
+                    f"go on with `wheretolearn resume {run.path}`"
+                )
+    save_weights(run.path / "model.safetensors", learner.best["model"], {"step": str(learner.best_step)})
+    best_mask = learner.mask
+    best_mask.load_tensors(learner.best["mask"])
+    best_mask.save(run.path / "mask.safetensors")
+    learner.model.load_state_dict(learner.best["model"])
+    return learner
+
+
+def new_learner(config: FewShotConfig, image_shape: tuple[int, ...], seed: int, device: str = "cpu") -> Learner:
+    height, _, channels = image_shape
+    model = config.build_model(height, channels, seed).to(device, memory_format=torch.channels_last)
+    mask = config.build_mask(model, seed)
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": config.theta_lr}]
+    if mask.raw:
+        groups.append({"params": list(mask.parameters()), "lr": config.mask_lr})
+    if config.optimizer == "adam":
+        return Learner(model, mask, torch.optim.Adam(groups))
+    return Learner(model, mask, torch.optim.SGD(groups, lr=config.theta_lr, momentum=0.9, nesterov=True))
+
+
+def outer_step(learner: Learner, source: TaskSource, config: FewShotConfig, seed: int) -> float:
+    """One update of theta and mask from ``tasks_per_step`` tasks; returns the mean query loss."""
+    learner.optimizer.zero_grad(set_to_none=True)
+    # A generator of its own, so that the noise of random masks depends on (seed, step) alone.
+    learner.mask.resample(torch.Generator(source.device).manual_seed(seed * 1_000_003 + learner.step))
+    tasks = list(source.tasks(learner.step, config.tasks_per_step))
+    losses = [_add_task_gradient(learner, task, config) for task in tasks]
+    for number, loss in enumerate(losses):
+        if not loss.isfinite():
+            raise NonFiniteError(_explain(learner, tasks[number], number, config))
+    learner.optimizer.step()
+    return torch.stack(losses).mean().item()
+
+
+def _add_task_gradient(learner: Learner, task: FewShotTask, config: FewShotConfig) -> Tensor:
+    weight = 1.0 / config.tasks_per_step
+    if config.batch_norm == "running":
+        update_statistics(learner.model, task.support_loss)
+    if config.order == "first":
+        adapted = adapt(learner.model, learner.mask, task.support_loss, **_inner_settings(config))
+        return accumulate(adapted, task.query_loss, weight)
+    gradient = second_order_meta_gradient(
+        learner.model, learner.mask, task.support_loss, task.query_loss, **_inner_settings(config)
+    )
+    add_gradient(learner.model, learner.mask, gradient, weight)
+    return gradient.loss
+
+
+def _inner_settings(config: FewShotConfig) -> dict[str, Any]:
+    return {
+        "steps": config.inner_steps,
+        "inner_lr": config.inner_lr,
+        "batch_norm_mode": config.batch_norm,
+        "clip_norm": config.inner_clip_norm,
+    }
+
+
+def _explain(learner: Learner, task: FewShotTask, number: int, config: FewShotConfig) -> str:
+    place = locate_non_finite(
+        learner.model, learner.mask, task.support_loss, task.query_loss, **_inner_settings(config)
+    )
+    return (
+        f"the loss is not finite: outer step {learner.step + 1}, task {number}, {place or 'place unknown'}. "
+        "The last checkpoint is kept; a smaller inner_lr or theta_lr, or inner_clip_norm, may help"
+    )
+
+
+def load_trained(run: RunFolder, device: str = "cpu") -> tuple[FewShotConfig, nn.Module, GradientMask]:
+    """The best model of a finished run, and its mask."""
+    config = from_dict(FewShotConfig, run.config, where=str(run.path))
+    shape = split_of(load_set(config.data), config.train_split).images.shape[1:]
+    learner = new_learner(config, shape, run.seed, device)
+    path = run.path / "model.safetensors"
+    tensors, _ = load_weights(path)
+    own = learner.model.state_dict()
+    check_shapes({n: t.shape for n, t in tensors.items()}, {n: t.shape for n, t in own.items()}, path)
+    learner.model.load_state_dict(tensors)
+    return config, learner.model, load_mask(run.path / "mask.safetensors", learner.model)

@@ -1,0 +1,141 @@
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from wheretolearn.cli.data import app
+from wheretolearn.data import image_set, install
+from wheretolearn.errors import DataError
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("WHERETOLEARN_DATA", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def own_images(tmp_path):
+    for name, shade in (("ant", 20), ("bee", 220)):
+        folder = tmp_path / "images" / name
+        folder.mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (20, 20), (shade, 0, 0)).save(folder / f"{number}.png")
+    return tmp_path / "images"
+
+
+def run(*arguments) -> str:
+    """The output of a command that must succeed; a user's error is raised as it is."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def test_list_shows_known_and_own_sets_and_whether_they_are_here(cache, own_images):
+    run("add", "insects", own_images)
+    lines = run("list").splitlines()
+    assert any("mini-imagenet" in line and "no (add it)" in line for line in lines)
+    assert any("insects" in line and "84x84x3" in line and "your own" in line for line in lines)
+
+
+def test_list_says_how_much_of_a_set_is_here(cache, tmp_path):
+    folder = tmp_path / "test" / "n01443537"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (20, 20)).save(folder / "1.png")
+    run("add", "tiered-imagenet", tmp_path / "test" / "..")
+    assert any("tiered" in line and "1 of 608" in line for line in run("list").splitlines())
+
+
+def test_list_shows_a_damaged_set_as_damaged(cache, own_images):
+    run("add", "insects", own_images)
+    (cache / "insects" / "meta.json").write_text("{")
+    assert any("insects" in line and "damaged" in line for line in run("list").splitlines())
+
+
+def test_add_stores_class_folders_under_a_name_of_ones_own(cache, own_images):
+    output = run("add", "insects", own_images, "--size", "16", "--channels", "1")
+    assert "insects: all 2 classes 6 images" in output
+    stored = image_set.load("insects").splits["all"]
+    assert stored.images.shape == (6, 16, 16, 1)
+    assert stored.classes == ("ant", "bee")
+
+
+def test_add_replaces_a_set_only_by_force(cache, own_images):
+    run("add", "insects", own_images)
+    with pytest.raises(DataError, match="already here; --force"):
+        run("add", "insects", own_images, "--size", "8")
+    run("add", "insects", own_images, "--size", "8", "--force")
+    assert image_set.load("insects").splits["all"].images.shape == (6, 8, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("My Set", "cannot name an image set"), ("mnist", "mnist expects a folder with")]
+)
+def test_add_refuses_bad_names_and_layouts(cache, own_images, name, message):
+    with pytest.raises(DataError, match=message):
+        run("add", name, own_images)
+
+
+def test_add_names_a_path_that_does_not_exist(cache, tmp_path):
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        run("add", "insects", tmp_path / "nowhere")
+
+
+def test_get_leaves_a_stored_set_alone(cache, own_images, monkeypatch):
+    monkeypatch.setattr(install, "get", lambda *_, **__: pytest.fail("fetched again"))
+    split = image_set.ImageSplit(
+        "", np.zeros((1, 28, 28, 1), dtype=np.uint8), np.array([0, 1], dtype=np.int64), ("0",), ("",)
+    )
+    image_set.write("mnist", {"train": split}, {})
+    assert "already here" in run("get", "mnist")
+
+
+def test_get_explains_what_cannot_be_downloaded(cache):
+    with pytest.raises(DataError, match="mini-imagenet cannot be downloaded freely"):
+        run("get", "mini-imagenet")
+
+
+def test_get_of_an_unknown_name_suggests_one(cache):
+    with pytest.raises(DataError, match="did you mean omniglot"):
+        run("get", "omniglott")
+
+
+def test_check_reports_every_set_and_names_all_damage(cache, own_images):
+    for name in ("ants", "bees", "flies"):
+        run("add", name, own_images)
+    assert run("check").count("good") == 3
+    for name in ("ants", "flies"):
+        file = cache / name / "all.npy"
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(DataError) as caught:
+        run("check")
+    assert str(cache / "ants" / "all.npy") in str(caught.value)
+    assert str(cache / "flies" / "all.npy") in str(caught.value)
+    assert "good" in run("check", "bees")
+    with pytest.raises(DataError, match="ants"):
+        run("check", "ants")
+
+
+def test_check_of_an_empty_cache_says_so(cache):
+    assert "no image set in" in run("check")
+
+
+def test_sheet_draws_the_images_of_every_class(cache, own_images, tmp_path):
+    run("add", "insects", own_images)
+    run("sheet", "insects", tmp_path / "out" / "sheet.png")
+    with Image.open(tmp_path / "out" / "sheet.png") as sheet:
+        colours = {colour for _, colour in sheet.getcolors(1 << 16)}
+    assert {(20, 0, 0), (220, 0, 0)} <= colours
+
+
+def test_sheet_to_an_unknown_kind_of_file_is_refused(cache, own_images, tmp_path):
+    run("add", "insects", own_images)
+    with pytest.raises(DataError, match=r"cannot write .*sheet\.nonsense"):
+        run("sheet", "insects", tmp_path / "sheet.nonsense")
+
+
+@pytest.mark.parametrize("command", ["list", "get", "add", "check", "sheet"])
+def test_every_command_explains_itself(command):
+    assert "Usage" in run(command, "--help")
