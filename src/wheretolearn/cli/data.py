@@ -1,18 +1,17 @@
 """``wheretolearn data``: list, get, add, check and look at image sets."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from wheretolearn.cli.progress import progress_bar
 from wheretolearn.data import image_set, install
 from wheretolearn.data.contact_sheet import draw_contact_sheet
 from wheretolearn.data.image_set import ImageSet, human_bytes
+from wheretolearn.data.load import load_set
 from wheretolearn.data.sources import SOURCES
 from wheretolearn.errors import DataError
 
@@ -34,6 +33,8 @@ def list_sets() -> None:
         right = heading in ("images", "here")
         table.add_column(heading, justify="right" if right else "left", no_wrap=heading != "licence")
     stored = image_set.stored_names()
+    if install.EMBEDDED not in stored:
+        table.add_row(install.EMBEDDED, "1000", "20,000", "28x28x1", "drawn at first use", "embedded")
     for name in [*SOURCES, *(name for name in stored if name not in SOURCES)]:
         table.add_row(name, *(_stored_row(name) if name in stored else _absent_row(name)))
     Console().print(table)
@@ -46,8 +47,8 @@ def get_set(name: SetName, force: Force = False) -> None:
         typer.echo(f"{name} is already here (--force gets it again)")
         return
     with (
-        _progress_bar(f"downloading {name}") as downloading,
-        _progress_bar(f"converting {name}") as converting,
+        progress_bar(f"downloading {name}") as downloading,
+        progress_bar(f"converting {name}") as converting,
     ):
         stored = install.get(name, downloading=downloading, converting=converting)
     typer.echo(_summary(stored))
@@ -70,7 +71,7 @@ def add_set(
     """
     if image_set.exists(name) and not force:
         raise DataError(f"image set {name!r} is already here; --force replaces it")
-    with _progress_bar(f"converting {name}") as converting:
+    with progress_bar(f"converting {name}") as converting:
         stored = install.add(name, path, size=size, channels=channels, progress=converting)
     typer.echo(_summary(stored))
 
@@ -86,7 +87,7 @@ def check_sets(
     damaged = []
     for each in names:
         try:
-            with _progress_bar(f"checking {each}") as checking:
+            with progress_bar(f"checking {each}") as checking:
                 checked = image_set.check(each, progress=checking)
         except DataError as error:
             if name is not None:
@@ -106,32 +107,14 @@ def draw_sheet(
     images: Annotated[int, typer.Option(help="Images shown of each class.", min=1)] = 12,
 ) -> None:
     """Draw a contact sheet of a stored set."""
-    sheet = draw_contact_sheet(image_set.load(name), classes, images)
+    with progress_bar(f"preparing {name}") as preparing:
+        sheet = draw_contact_sheet(load_set(name, preparing), classes, images)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         sheet.save(out)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot write {out}: {error}") from error
     typer.echo(f"{out}: {sheet.width} x {sheet.height}")
-
-
-@contextmanager
-def _progress_bar(label: str) -> Iterator[image_set.Progress]:
-    """A bar on standard error that appears with the first report; none where that is not a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task(label, total=None)
-
-    def report(done: int, total: int) -> None:
-        if not bar.live.is_started:
-            bar.start()
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield report
-    finally:
-        bar.stop()
 
 
 def _summary(stored: ImageSet) -> str:

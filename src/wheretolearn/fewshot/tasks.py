@@ -12,6 +12,7 @@ from wheretolearn.data.episodes import EpisodeSampler, EpisodeShape
 from wheretolearn.data.image_set import ImageSet, ImageSplit
 from wheretolearn.data.transforms import as_input
 from wheretolearn.errors import DataError
+from wheretolearn.fewshot.config import FewShotConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class FewShotTask:
         return F.cross_entropy(network(self.query_images), self.query_labels)
 
     def query_accuracy(self, network: nn.Module) -> Tensor:
-        return (network(self.query_images).argmax(1) == self.query_labels).float().mean()
+        correct: Tensor = network(self.query_images).argmax(1) == self.query_labels
+        return correct.float().mean()
 
 
 class TaskSource:
@@ -61,3 +63,9 @@ def split_of(images: ImageSet, name: str) -> ImageSplit:
     if name not in images.splits:
         raise DataError(f"the set {images.name} has no split {name!r}; it has {', '.join(images.splits)}")
     return images.splits[name]
+
+
+def check_images(config: FewShotConfig, images: ImageSet) -> None:
+    """Fail now, before anything is written, where a set cannot give the tasks that a config asks for."""
+    for name in (config.train_split, config.validation_split):
+        TaskSource(split_of(images, name), config.episode, seed=0, stream="check")

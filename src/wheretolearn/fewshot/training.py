@@ -17,11 +17,10 @@ from wheretolearn.fewshot.evaluation import accuracies
 from wheretolearn.fewshot.tasks import FewShotTask, TaskSource, split_of
 from wheretolearn.inner_loop import accumulate, adapt, add_gradient, second_order_meta_gradient, update_statistics
 from wheretolearn.masks import GradientMask
-from wheretolearn.masks import load as load_mask
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
-from wheretolearn.storage import check_shapes, load_weights, save_weights
+from wheretolearn.storage import save_weights
 
 Report = Callable[[int, Mapping[str, Any]], None]  # (outer step, latest values)
 
@@ -37,6 +36,8 @@ class Learner:
     best_accuracy: float = -1.0
     best_step: int = 0
     best: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    seconds: float = 0.0  # spent in training, over all sittings
+    notes: tuple[str, ...] = ()  # what the user should know about how training resumed
 
     def state(self) -> dict[str, Any]:
         return {
@@ -47,6 +48,7 @@ class Learner:
             "best_accuracy": self.best_accuracy,
             "best_step": self.best_step,
             "best": self.best,
+            "seconds": self.seconds,
             "random": checkpoint.random_state(),
         }
 
@@ -56,6 +58,7 @@ class Learner:
         self.mask.load_tensors(state["mask"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.best_accuracy, self.best_step, self.best = state["best_accuracy"], state["best_step"], state["best"]
+        self.seconds = state["seconds"]
         checkpoint.restore_random_state(state["random"])
         self.step = step
 
@@ -80,6 +83,7 @@ def train(run: RunFolder, report: Report | None = None, device: str = "cpu") -> 
     saved = checkpoint.load_latest(run)
     if saved is not None:
         learner.restore(saved.step, saved.state, str(run.path))
+        learner.notes = saved.notes
     run.rewind(learner.step)
     with StopRequest() as stop:
         while learner.step < config.outer_steps:
@@ -87,12 +91,14 @@ def train(run: RunFolder, report: Report | None = None, device: str = "cpu") -> 
             loss = outer_step(learner, training, config, run.seed)
             learner.step += 1
             step = learner.step
-            values: dict[str, Any] = {"loss": loss, "step_seconds": time.perf_counter() - started}
+            values: dict[str, Any] = {"loss": loss}
             last = step == config.outer_steps
             if step % config.validate_every == 0 or last:
                 accuracy = accuracies(learner.model, learner.mask, validation, config, config.validation_tasks)
                 values["validation_accuracy"] = accuracy.mean().item()
                 learner.remember_best(values["validation_accuracy"])
+            learner.seconds += time.perf_counter() - started
+            values["elapsed_seconds"] = learner.seconds
             if step % config.log_every == 0 or step == 1 or "validation_accuracy" in values:
                 sparsity = learner.mask.sparsity()
                 values |= {"sparsity": sparsity.overall, "sparsity_by_layer": sparsity.by_layer}
@@ -106,17 +112,17 @@ def train(run: RunFolder, report: Report | None = None, device: str = "cpu") -> 
                     f"stopped after step {step} of {config.outer_steps} and saved; "
                     f"go on with `wheretolearn resume {run.path}`"
                 )
-    save_weights(run.path / "model.safetensors", learner.best["model"], {"step": str(learner.best_step)})
-    best_mask = learner.mask
-    best_mask.load_tensors(learner.best["mask"])
-    best_mask.save(run.path / "mask.safetensors")
     learner.model.load_state_dict(learner.best["model"])
+    learner.mask.load_tensors(learner.best["mask"])
+    save_weights(run.path / "model.safetensors", learner.best["model"], {"step": str(learner.best_step)})
+    learner.mask.save(run.path / "mask.safetensors")
     return learner
 
 
 def new_learner(config: FewShotConfig, image_shape: tuple[int, ...], seed: int, device: str = "cpu") -> Learner:
     height, _, channels = image_shape
-    model = config.build_model(height, channels, seed).to(device, memory_format=torch.channels_last)
+    model = config.build_model(height, channels, seed).to(device)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # absent from torch's stubs
     mask = config.build_mask(model, seed)
     groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": config.theta_lr}]
     if mask.raw:
@@ -171,16 +177,3 @@ def _explain(learner: Learner, task: FewShotTask, number: int, config: FewShotCo
         f"the loss is not finite: outer step {learner.step + 1}, task {number}, {place or 'place unknown'}. "
         "The last checkpoint is kept; a smaller inner_lr or theta_lr, or inner_clip_norm, may help"
     )
-
-
-def load_trained(run: RunFolder, device: str = "cpu") -> tuple[FewShotConfig, nn.Module, GradientMask]:
-    """The best model of a finished run, and its mask."""
-    config = from_dict(FewShotConfig, run.config, where=str(run.path))
-    shape = split_of(load_set(config.data), config.train_split).images.shape[1:]
-    learner = new_learner(config, shape, run.seed, device)
-    path = run.path / "model.safetensors"
-    tensors, _ = load_weights(path)
-    own = learner.model.state_dict()
-    check_shapes({n: t.shape for n, t in tensors.items()}, {n: t.shape for n, t in own.items()}, path)
-    learner.model.load_state_dict(tensors)
-    return config, learner.model, load_mask(run.path / "mask.safetensors", learner.model)

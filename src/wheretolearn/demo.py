@@ -1,0 +1,162 @@
+"""The demo: sparse-MAML against MAML on characters, trained side by side, and a page that compares them.
+
+Each method trains in a process of its own with its share of the cores: networks this small gain nothing from more
+threads. The processes write to run folders, so the demo is stopped, killed and resumed like any other run.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wheretolearn.config import from_dict, to_dict
+from wheretolearn.errors import Stopped, UserError
+from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.trained import Evaluation, evaluate_run, load_trained
+from wheretolearn.fewshot.training import train
+from wheretolearn.presets import load_preset
+from wheretolearn.report.comparison import MethodResult
+from wheretolearn.runs import environment
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.signals import StopRequest
+from wheretolearn.storage import read_json, write_json
+
+METHODS = {"sparse-MAML": "demo.sparse-maml", "MAML": "demo.maml"}
+ABOUT = {
+    "sparse-MAML": "learns which weights the inner loop may change",
+    "MAML": "changes every weight in the inner loop",
+}
+EVALUATED = {"held-out characters": "characters", "held-out scripts": "scripts"}
+TEST_TASKS = 300
+
+Update = Callable[[str, int, Mapping[str, Any]], None]  # (method, outer step, latest values)
+
+
+def open_runs(folder: Path, seed: int = 0, settings: Mapping[str, Any] | None = None) -> dict[str, RunFolder]:
+    """The run of each method, made where it is not there yet."""
+    runs = {}
+    for method, preset in METHODS.items():
+        path = folder / preset.partition(".")[2]
+        config = from_dict(FewShotConfig, {**load_preset(preset).settings, **(settings or {})}, where=preset)
+        runs[method] = (
+            RunFolder.open(path)
+            if (path / "run.json").exists()
+            else RunFolder.create(path, to_dict(config), seed, "fewshot")
+        )
+        if runs[method].config != to_dict(config) or runs[method].seed != seed:
+            raise UserError(f"{path} holds a run with other settings: choose another folder, or remove it")
+        runs[method].close()  # the worker takes the lock
+    return runs
+
+
+def train_side_by_side(runs: Mapping[str, RunFolder], update: Update) -> None:
+    """Train and evaluate every run in its own process, following their metrics; resumes what is half done."""
+    threads = max(1, (os.cpu_count() or 1) // len(runs))
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    waiting = {
+        method: subprocess.Popen(
+            [sys.executable, "-m", "wheretolearn.demo", str(run.path)],
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+        )
+        for method, run in runs.items()
+        if not is_finished(run)
+    }
+    seen = dict.fromkeys(runs, 0)
+    with StopRequest() as stop:
+        told = False
+        while waiting:
+            time.sleep(0.2)
+            for method, run in runs.items():
+                for record in run.metrics()[seen[method] :]:
+                    update(method, record["step"], record)
+                    seen[method] += 1
+            for method, worker in list(waiting.items()):
+                if worker.poll() is None:
+                    continue
+                del waiting[method]
+                if worker.returncode not in (0, Stopped.exit_code):
+                    _stop(waiting)
+                    message = worker.stderr.read().strip() if worker.stderr else ""
+                    raise UserError(f"training {method} failed (exit code {worker.returncode}): {message}")
+            if stop.requested and not told:
+                told = True
+                _stop(waiting)
+    if told:
+        raise Stopped("stopped and saved; run the same command again to go on")
+
+
+def _stop(workers: Mapping[str, "subprocess.Popen[str]"]) -> None:
+    for worker in workers.values():
+        worker.send_signal(signal.SIGTERM)
+
+
+def is_finished(run: RunFolder) -> bool:
+    return (run.path / "demo.json").exists()
+
+
+def results(runs: Mapping[str, RunFolder]) -> list[MethodResult]:
+    """What the page and the table show, read from finished runs."""
+    found = []
+    for method, run in runs.items():
+        config, _, mask = load_trained(run)
+        record = read_json(run.path / "demo.json")
+        found.append(
+            MethodResult(
+                name=method,
+                about=ABOUT[method],
+                metrics=run.metrics(),
+                accuracy={what: tuple(record["accuracy"][split]) for what, split in EVALUATED.items()},
+                sparsity=mask.sparsity(),
+                multipliers=mask.multipliers(),
+                seconds=record["seconds"],
+                config=to_dict(config),
+                seed=run.seed,
+            )
+        )
+    return found
+
+
+def facts(runs: Mapping[str, RunFolder]) -> dict[str, str]:
+    """How the numbers came about, for the page."""
+    info = next(iter(runs.values())).info
+    return {
+        "hardware": environment.hardware(),
+        "versions": ", ".join(f"{name} {version}" for name, version in info["versions"].items()),
+        "commit": str(info["commit"]),
+        "started": str(info["started"]),
+        "command": "wheretolearn demo",
+    }
+
+
+def work(path: Path) -> None:
+    """What one process does: train a run to its end and evaluate it."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with RunFolder.open(path) as run:
+        train(run)
+        evaluations: dict[str, Evaluation] = {
+            split: evaluate_run(run, split, tasks=TEST_TASKS) for split in EVALUATED.values()
+        }
+        write_json(
+            run.path / "demo.json",
+            {
+                "accuracy": {split: [e.accuracy, e.half_width] for split, e in evaluations.items()},
+                "seconds": run.metrics()[-1]["elapsed_seconds"],
+            },
+        )
+
+
+if __name__ == "__main__":
+    try:
+        work(Path(sys.argv[1]))
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
