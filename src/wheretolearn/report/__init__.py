@@ -1,0 +1,1 @@
+"""Reports: figures and self-contained HTML pages."""

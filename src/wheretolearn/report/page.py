@@ -1,0 +1,246 @@
+"""Self-contained HTML pages: small pure functions that turn text and figures into well-set, escaped HTML.
+
+Plain strings are escaped wherever they go; only ``Html``, which these functions return, is taken as it is.
+"""
+
+import html
+import io
+import math
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Figures are drawn in the first colour of each pair; inside a page, dark mode turns it into the second.
+THEME = {
+    "ground": ("#f7f6f3", "#12151b"),
+    "card": ("#ffffff", "#1b1f28"),
+    "ink": ("#1c2330", "#e9eaee"),
+    "muted": ("#5d6675", "#a0a8b6"),
+    "line": ("#e3e1db", "#333a47"),
+}
+# Of middle lightness, so that each stands out from a light and from a dark card alike.
+ACCENTS = ("#168d7e", "#d0642a", "#7a68dd", "#c2477f", "#8c7a1c", "#3f7fbf")
+
+
+class Html(str):
+    """Markup that needs no escaping."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key number: what it is, its value, a remark, and the colour of the method it belongs to."""
+
+    label: str
+    value: str
+    note: str = ""
+    accent: str = THEME["muted"][0]
+
+
+def escaped(text: str) -> Html:
+    return text if isinstance(text, Html) else Html(html.escape(text))
+
+
+def join(parts: Iterable[str]) -> Html:
+    return Html("\n".join(escaped(part) for part in parts))
+
+
+def element(tag: str, content: str = "", **attributes: str) -> Html:
+    """``element("p", "text", class_="lead")``; underscores in attribute names stand for hyphens."""
+    written = "".join(f' {k.rstrip("_").replace("_", "-")}="{html.escape(v)}"' for k, v in attributes.items())
+    return Html(f"<{tag}{written}>{escaped(content)}</{tag}>")
+
+
+def page(title: str, body: str, about: str = "", footer: str = "") -> str:
+    """A whole document: light and dark, any width, no script, and a policy that forbids every request."""
+    header = join([element("h1", title), *([element("p", about, class_="lead")] if about else [])])
+    parts = [element("header", header), element("main", body)]
+    if footer:
+        parts.append(element("footer", footer))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{escaped(title)}</title>
+<style>{_css()}</style>
+</head>
+<body>
+{join(parts)}
+</body>
+</html>
+"""
+
+
+def card(heading: str, *parts: str) -> Html:
+    """A titled section on a ground of its own."""
+    return element("section", join([element("h2", heading), *parts]), class_="card")
+
+
+def tiles(items: Sequence[Tile]) -> Html:
+    """Key numbers in large type, in rows of at most four (two on a phone)."""
+    columns = len(items) if len(items) <= 4 else 3 if len(items) % 3 == 0 else 4
+    return element("div", join(_tile(item) for item in items), class_="tiles", style=f"--columns: {columns}")
+
+
+def _tile(item: Tile) -> Html:
+    lines = [element("p", item.label, class_="label"), element("p", item.value, class_="value")]
+    if item.note:
+        lines.append(element("p", item.note, class_="note"))
+    return element("div", join(lines), class_="tile", style=f"--accent: {item.accent}")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Html:
+    """The first cell of each row is its header. A wide table scrolls by itself, not the page."""
+    columns = join(element("th", name, scope="col") for name in header)
+    lines = [
+        element("tr", join([element("th", first, scope="row"), *(element("td", cell) for cell in cells)]))
+        for first, *cells in rows
+    ]
+    parts = [element("caption", caption)] if caption else []
+    if any(header):
+        parts.append(element("thead", element("tr", columns)))
+    return element("div", element("table", join([*parts, element("tbody", join(lines))])), class_="scroll")
+
+
+def figure(drawings: Sequence[str], caption: str, wide: bool = False, legend: str = "") -> Html:
+    """Drawings side by side (one below the other where narrow) over one caption; a wide one scrolls on a phone."""
+    holder = element("div", join(drawings), class_="scroll wide" if wide else "drawings")
+    above = [element("p", legend, class_="legend")] if legend else []
+    return element("figure", join([*above, holder, element("figcaption", caption)]))
+
+
+def method_name(name: str, accent: str, about: str = "") -> Html:
+    """A method's name beside a spot of its colour, and one line about it."""
+    spot = element("span", class_="spot", style=f"--accent: {accent}", aria_hidden="true")
+    return join([spot, name, *([element("span", about, class_="about")] if about else [])])
+
+
+def details(summary: str, content: str) -> Html:
+    """Content that opens on demand."""
+    return element("details", join([element("summary", summary), content]))
+
+
+def figure_svg(drawing: "Figure", label: str) -> Html:
+    """A matplotlib figure as inline SVG: the page's fonts and colours, text as text, ``label`` for screen readers."""
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}), warnings.catch_warnings():
+        # The browser sets the text, so it matters little if matplotlib's font lacks a letter.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        drawing.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return Html(_adapt_svg(text.getvalue(), label))
+
+
+def _adapt_svg(svg: str, label: str) -> str:
+    """Make matplotlib's file part of a page: nothing that points outside it, no id twice, colours that follow it."""
+    view = re.search(r'viewBox="[^"]*"', svg)
+    assert view is not None
+    svg = svg[svg.index(">", view.start()) + 1 :]  # without the prologue and the <svg> tag itself
+    svg = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = svg.replace("xlink:href", "href").replace("base64,\n", "base64,")
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*sans-serif", "var(--font)", svg)
+    svg = re.sub(r' style="image-rendering:[^"]*"', "", svg)  # bitmaps are drawn large and scale down smoothly
+    referred = set(re.findall(r'(?:href="|url\()#([\w.-]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in referred else "", svg)
+    svg = re.sub(r"\s*\n\s*", " ", svg)
+    for name, (light, _) in THEME.items():
+        svg = svg.replace(light, f"var(--{name})")
+    return f'<svg {view[0]} role="img" aria-label="{html.escape(label)}">{svg.strip()}'
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}\u00a0%"  # the space must not break
+
+
+def interval(mean: float, half_width: float) -> str:
+    """Mean and half width of its interval; the latter only where it is known (one value has none)."""
+    return f"{100 * mean:.1f} ± {percent(half_width)}" if math.isfinite(half_width) else percent(mean)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _css() -> str:
+    light, dark = ("; ".join(f"--{name}: {pair[i]}" for name, pair in THEME.items()) for i in (0, 1))
+    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{_RULES}"
+
+
+_RULES = """
+:root { color-scheme: light dark;
+  --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif;
+  --mono: ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace }
+* { box-sizing: border-box }
+body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.55 var(--font);
+  overflow-wrap: break-word; -webkit-text-size-adjust: 100% }
+header, main, footer { max-width: 1000px; margin: 0 auto; padding: 0 20px }
+header { padding-top: 56px; padding-bottom: 12px }
+h1 { font-size: clamp(28px, 5vw, 40px); line-height: 1.15; letter-spacing: -.02em; margin: 0 0 12px;
+  font-weight: 680; text-wrap: balance; overflow-wrap: anywhere }
+h2 { font-size: 20px; line-height: 1.3; letter-spacing: -.01em; margin: 0 0 6px; font-weight: 640 }
+h3 { font-size: 16px; margin: 32px 0 0; font-weight: 640 }
+p { margin: 0 0 12px; max-width: 70ch }
+.lead { font-size: 18px; color: var(--muted) }
+.card, .tile { background: var(--card); border: 1px solid var(--line); border-radius: 14px }
+.card { padding: 28px; margin: 24px 0 }
+.card > p { color: var(--muted); font-size: 15px }
+.legend { min-width: 0; display: flex; flex-wrap: wrap; gap: 4px 20px; font-size: 14px; font-weight: 600 }
+.legend > * { min-width: 0 }
+.tiles { display: grid; grid-template-columns: repeat(var(--columns), minmax(0, 1fr)); gap: 16px; margin: 24px 0 }
+.tile { padding: 18px 20px 16px; border-top: 4px solid var(--accent); min-width: 0 }
+.tile p { margin: 0; overflow-wrap: anywhere }
+.tile .label { font-size: 14px; font-weight: 600 }
+.tile .value { font-size: 38px; line-height: 1.2; font-weight: 680; letter-spacing: -.03em;
+  font-variant-numeric: tabular-nums }
+.tile .note { font-size: 14px; line-height: 1.4; color: var(--muted) }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse; width: 100%; font-size: 15px; margin: 16px 0 4px;
+  font-variant-numeric: tabular-nums }
+caption { text-align: left; color: var(--muted); font-size: 14px; padding-bottom: 6px }
+th, td { text-align: left; vertical-align: top; padding: 9px 20px 9px 0; border-bottom: 1px solid var(--line) }
+th:last-child, td:last-child { padding-right: 0 }
+tbody tr:last-child > * { border-bottom: 0 }
+thead th { font-size: 13px; font-weight: 600; color: var(--muted); white-space: nowrap }
+tbody th { font-weight: 600; max-width: 30em }
+th:has(.about) { min-width: 11em }
+.nowrap { white-space: nowrap }
+.spot { display: inline-block; width: 11px; height: 11px; border-radius: 50%; background: var(--accent);
+  margin-right: 4px }
+.about { display: block; font-weight: 400; font-size: 14px; color: var(--muted); padding-left: 19px }
+code { font: 13.5px/1.5 var(--mono); overflow-wrap: anywhere }
+figure { margin: 20px 0 0 }
+figure + figure { margin-top: 36px }
+figcaption { color: var(--muted); font-size: 14.5px; margin-top: 12px; max-width: 80ch }
+.drawings { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr)); gap: 28px;
+  align-items: start }
+svg { display: block; width: 100%; height: auto; overflow: visible }
+.drawings svg:only-child { max-width: 520px }
+.wide svg { min-width: 680px }
+svg * { stroke-linejoin: round; stroke-linecap: butt }
+details { margin-top: 20px }
+summary { cursor: pointer; font-weight: 600; font-size: 15px }
+footer { color: var(--muted); font-size: 14px; padding-top: 8px; padding-bottom: 56px }
+@media (max-width: 640px) {
+  header, main, footer { padding-left: 12px; padding-right: 12px }
+  header { padding-top: 32px }
+  .card { padding: 20px 14px; margin: 16px 0 }
+  .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 12px; margin: 16px 0 }
+  .tile { padding: 12px 14px }
+  .tile .value { font-size: 28px }
+}
+@media print { body { background: none } .card, .tile { break-inside: avoid } }
+"""
