@@ -4,11 +4,11 @@ import sys
 import time
 
 import pytest
-from wheretolearn.report.comparison import comparison_page
 
 from wheretolearn import demo
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import UserError
+from wheretolearn.report.comparison import comparison_page
 
 pytestmark = pytest.mark.xdist_group("glyphs")
 

@@ -70,26 +70,28 @@ def train_side_by_side(runs: Mapping[str, RunFolder], update: Update) -> None:
         for method, run in runs.items()
         if not is_finished(run)
     }
-    seen = dict.fromkeys(runs, 0)
+    workers = dict(waiting)
+    seen = dict.fromkeys(waiting, 0)
+    told = False
     with StopRequest() as stop:
-        told = False
         while waiting:
             time.sleep(0.2)
-            for method, run in runs.items():
-                for record in run.metrics()[seen[method] :]:
-                    update(method, record["step"], record)
+            for method in seen:
+                for record in runs[method].metrics()[seen[method] :]:
+                    done = record["step"] == runs[method].config["outer_steps"]
+                    update(method, record["step"], {**record, "stage": "testing"} if done else record)
                     seen[method] += 1
-            for method, worker in list(waiting.items()):
-                if worker.poll() is None:
-                    continue
+            for method in [method for method, worker in waiting.items() if worker.poll() is not None]:
                 del waiting[method]
-                if worker.returncode not in (0, Stopped.exit_code):
+                if workers[method].returncode not in (0, Stopped.exit_code):
                     _stop(waiting)
-                    message = worker.stderr.read().strip() if worker.stderr else ""
-                    raise UserError(f"training {method} failed (exit code {worker.returncode}): {message}")
             if stop.requested and not told:
                 told = True
                 _stop(waiting)
+    messages = {method: worker.communicate()[1] for method, worker in workers.items()}
+    for method, worker in workers.items():
+        if worker.returncode not in (0, Stopped.exit_code):
+            raise UserError(f"training {method} failed (exit code {worker.returncode}): {messages[method].strip()}")
     if told:
         raise Stopped("stopped and saved; run the same command again to go on")
 

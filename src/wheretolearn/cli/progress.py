@@ -40,6 +40,8 @@ def latest_values(values: Mapping[str, Any]) -> str:
         parts.append(f"validation {values['validation_accuracy']:.1%}")
     if "sparsity" in values:
         parts.append(f"sparsity {values['sparsity']:.1%}")
+    if "stage" in values:
+        parts.append(f"{values['stage']} ...")
     return "  ".join(parts)
 
 
