@@ -55,13 +55,13 @@ def open_runs(folder: Path, seed: int = 0, settings: Mapping[str, Any] | None = 
     return runs
 
 
-def train_side_by_side(runs: Mapping[str, RunFolder], update: Update) -> None:
+def train_side_by_side(runs: Mapping[str, RunFolder], update: Update, test_tasks: int = TEST_TASKS) -> None:
     """Train and evaluate every run in its own process, following their metrics; resumes what is half done."""
     threads = max(1, (os.cpu_count() or 1) // len(runs))
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     waiting = {
         method: subprocess.Popen(
-            [sys.executable, "-m", "wheretolearn.demo", str(run.path)],
+            [sys.executable, "-m", "wheretolearn.demo", str(run.path), str(test_tasks)],
             env=environ,
             stderr=subprocess.PIPE,
             text=True,
@@ -139,13 +139,13 @@ def facts(runs: Mapping[str, RunFolder]) -> dict[str, str]:
     }
 
 
-def work(path: Path) -> None:
+def work(path: Path, test_tasks: int) -> None:
     """What one process does: train a run to its end and evaluate it."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with RunFolder.open(path) as run:
         train(run)
         evaluations: dict[str, Evaluation] = {
-            split: evaluate_run(run, split, tasks=TEST_TASKS) for split in EVALUATED.values()
+            split: evaluate_run(run, split, tasks=test_tasks) for split in EVALUATED.values()
         }
         write_json(
             run.path / "demo.json",
@@ -158,7 +158,7 @@ def work(path: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        work(Path(sys.argv[1]))
+        work(Path(sys.argv[1]), int(sys.argv[2]))
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)

@@ -2,17 +2,18 @@
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from wheretolearn import demo as side_by_side
 from wheretolearn.cli.progress import TrainingBars, progress_bar
 from wheretolearn.data.load import load_set
-from wheretolearn.report.comparison import MethodResult, comparison_page
 from wheretolearn.storage import atomic_write
+
+if TYPE_CHECKING:
+    from wheretolearn.report.comparison import MethodResult
 
 
 def demo(
@@ -24,6 +25,10 @@ def demo(
 
     Takes a few minutes on two cores and needs no download. Stop it with Ctrl-C; the same command goes on.
     """
+    # Here, so that other commands do not wait for matplotlib.
+    from wheretolearn import demo as side_by_side
+    from wheretolearn.report.comparison import comparison_page
+
     if fresh:
         for preset in side_by_side.METHODS.values():
             shutil.rmtree(folder / preset.partition(".")[2], ignore_errors=True)
@@ -51,7 +56,7 @@ def demo(
     typer.echo(f"page: {page.resolve()}")
 
 
-def _accuracy_table(results: list[MethodResult]) -> Table:
+def _accuracy_table(results: list["MethodResult"]) -> Table:
     table = Table(title="5-way 1-shot accuracy (95 % interval over tasks)", title_justify="left")
     table.add_column("method")
     for what in results[0].accuracy:
@@ -64,7 +69,7 @@ def _accuracy_table(results: list[MethodResult]) -> Table:
     return table
 
 
-def _sparsity_table(results: list[MethodResult]) -> Table:
+def _sparsity_table(results: list["MethodResult"]) -> Table:
     table = Table(title="Share of weights that the inner loop never changes, by layer", title_justify="left")
     table.add_column("layer")
     for result in results:
