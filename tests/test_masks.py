@@ -208,7 +208,7 @@ def test_only_noise_changes_when_a_generated_mask_is_resampled():
     mask = masks.generated(small_network(), latent_size=50, initial_noise=3.0)
     raw = {name: m.clone() for name, m in mask.raw.items()}
     before = mask.multipliers()
-    mask.resample(torch.Generator().manual_seed(5))
+    mask.resample()
     assert all(torch.equal(raw[name], mask.raw[name]) for name in raw)
     assert not torch.equal(before["0.weight"], mask.multipliers()["0.weight"])
     assert torch.equal(before["4.weight"], mask.multipliers()["4.weight"])

@@ -62,8 +62,8 @@ class GradientMask(ABC):
     def settings(self) -> dict[str, float]:
         """What, besides tensors, is needed to build the same mask again."""
 
-    def resample(self, generator: torch.Generator | None = None) -> None:  # noqa: B027
-        """Draw new noise; only random masks have any."""
+    def resample(self, draw: Callable[[Tensor], Tensor] = torch.randn_like) -> None:  # noqa: B027
+        """Draw new noise, standard normal and shaped like the tensor given; only random masks have any."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything to store: the raw parameters and, for random masks, the current noise."""
@@ -275,8 +275,8 @@ class GeneratedMask(GradientMask):
     def settings(self) -> dict[str, float]:
         return {"straight_through_scale": self.straight_through_scale}
 
-    def resample(self, generator: torch.Generator | None = None) -> None:
-        self.noise.normal_(generator=generator)
+    def resample(self, draw: Callable[[Tensor], Tensor] = torch.randn_like) -> None:
+        self.noise.copy_(draw(self.noise))
 
     def tensors(self) -> dict[str, Tensor]:
         return {**self.raw, "noise": self.noise}

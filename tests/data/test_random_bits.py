@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from wheretolearn.data.random_bits import distinct, permutation, permutation_keys, random_bits, uniform
+from wheretolearn.data.random_bits import distinct, normal, permutation, permutation_keys, random_bits, uniform
 
 
 def is_even(counts: torch.Tensor, shares: list[float] | None = None) -> bool:
@@ -150,3 +150,13 @@ def test_a_gpu_draws_the_same_numbers() -> None:
     step = torch.tensor(5, device="cuda")
     assert torch.equal(random_bits((100, 99), 3, "train", step).cpu(), random_bits((100, 99), 3, "train", 5))
     assert torch.equal(uniform((999,), 1, device="cuda").cpu(), uniform((999,), 1))
+
+
+def test_normal_numbers_have_mean_zero_variance_one_and_normal_tails():
+    x = normal((100_000,), 7, "noise", 3)
+    assert abs(x.mean()) < 0.02
+    assert abs(x.var() - 1) < 0.02
+    assert abs((x.abs() > 1.96).float().mean() - 0.05) < 0.005
+    assert x.isfinite().all()
+    assert torch.equal(x, normal((100_000,), 7, "noise", torch.tensor(3)))
+    assert not torch.equal(x, normal((100_000,), 7, "noise", 4))

@@ -9,11 +9,12 @@ import torch
 from wheretolearn.config import from_dict, to_dict
 from wheretolearn.data import image_set
 from wheretolearn.data.image_set import ImageSplit
+from wheretolearn.engine.eager import EagerEngine
 from wheretolearn.errors import ConfigError, DataError, MismatchError, NonFiniteError, Stopped, UserError
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.fewshot.tasks import TaskSource, check_images
 from wheretolearn.fewshot.trained import evaluate_run, load_trained
-from wheretolearn.fewshot.training import new_learner, outer_step, train
+from wheretolearn.fewshot.training import new_learner, train
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 
@@ -168,7 +169,10 @@ def test_training_does_not_depend_on_global_random_state(new_run):
 
 def test_the_best_model_by_validation_is_kept(new_run, monkeypatch):
     values = iter([0.9, 0.3])
-    monkeypatch.setattr("wheretolearn.fewshot.training.accuracies", lambda *a, **k: torch.tensor([next(values)]))
+    monkeypatch.setattr(
+        "wheretolearn.fewshot.training.make_evaluator",
+        lambda *a, **k: lambda tasks, steps: torch.tensor([next(values)]),
+    )
     learner = train(new_run())
     assert (learner.best_step, learner.best_accuracy) == (3, pytest.approx(0.9))
 
@@ -186,15 +190,14 @@ def test_a_non_finite_loss_names_task_step_and_layer_and_keeps_the_checkpoint(ne
 
 def test_a_later_non_finite_loss_keeps_the_last_good_checkpoint(new_run, monkeypatch):
     run = new_run()
-    calls = []
+    outer_step = EagerEngine.outer_step
 
-    def poisoned(learner, *arguments):
-        calls.append(learner.step)
-        if learner.step == 4:
-            learner.model.block2.conv.weight.data.fill_(float("nan"))
-        return outer_step(learner, *arguments)
+    def poisoned(engine, step):
+        if step == 4:
+            engine.model.block2.conv.weight.data.fill_(float("nan"))
+        outer_step(engine, step)
 
-    monkeypatch.setattr("wheretolearn.fewshot.training.outer_step", poisoned)
+    monkeypatch.setattr(EagerEngine, "outer_step", poisoned)
     with pytest.raises(NonFiniteError, match=r"outer step 5, task 0, inner step 0, layer block2\.conv"):
         train(run)
     saved = checkpoint.load_latest(run)
@@ -296,4 +299,4 @@ def test_tasks_of_a_step_are_the_same_whatever_came_before():
     used = TaskSource(split, config.episode, 0, "train")
     list(used.tasks(0, 2))
     for one, two in zip(fresh, used.tasks(7, 2), strict=True):
-        assert torch.equal(one.query_images, two.query_images)
+        assert torch.equal(one.query_inputs, two.query_inputs)

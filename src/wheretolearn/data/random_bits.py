@@ -54,6 +54,17 @@ def uniform(
     return (bits.to(exact) * 2.0**-digits).to(dtype)
 
 
+def normal(
+    shape: Sequence[int],
+    *keys: Key,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Standard normal numbers, by the method of Box and Muller; equal on every device up to rounding."""
+    first, second = (uniform(shape, *keys, which, device=device, dtype=torch.float64) for which in (0, 1))
+    return ((-2.0 * (1.0 - first).log()).sqrt() * (2.0 * math.pi * second).cos()).to(dtype)
+
+
 def permutation_keys(
     shape: Sequence[int],
     *keys: Key,

@@ -10,6 +10,9 @@ from wheretolearn import masks, models
 from wheretolearn.batch_norm import BatchNormMode
 from wheretolearn.config import setting
 from wheretolearn.data.episodes import EpisodeShape
+from wheretolearn.engine.choose import EngineKind
+from wheretolearn.engine.graphed import Precision
+from wheretolearn.engine.task import InnerLoop
 from wheretolearn.errors import ConfigError
 from wheretolearn.masks import GradientMask
 
@@ -48,6 +51,9 @@ class FewShotConfig:
     mask_lr: float = setting(1e-3, "outer learning rate of the mask (gamma_m)")
     optimizer: Literal["adam", "nesterov"] = setting("adam", "outer optimizer; nesterov is SGD with momentum 0.9")
 
+    engine: EngineKind = setting("auto", "eager, graphed (CUDA graphs, compiled), or auto: the fast one where it can")
+    precision: Precision = setting("float32", "of the network's passes on a GPU: float32, tf32 or bfloat16")
+
     validate_every: int = setting(500, "outer steps between validations")
     validation_tasks: int = setting(300, "tasks per validation")
     log_every: int = setting(50, "outer steps between records of loss and sparsity")
@@ -66,6 +72,10 @@ class FewShotConfig:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.mask == "fixed" and self.initial_sparsity is not None:
             raise ConfigError("initial_sparsity has no meaning for mask=fixed; leave it out, or choose another mask")
+
+    @property
+    def inner(self) -> InnerLoop:
+        return InnerLoop(self.inner_steps, self.inner_lr, self.batch_norm, self.inner_clip_norm, self.order)
 
     @property
     def episode(self) -> EpisodeShape:

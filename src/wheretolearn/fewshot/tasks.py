@@ -1,36 +1,17 @@
 """Few-shot tasks: images of an episode, ready for the network."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from wheretolearn.data.episodes import EpisodeSampler, EpisodeShape
 from wheretolearn.data.image_set import ImageSet, ImageSplit
 from wheretolearn.data.transforms import as_input
+from wheretolearn.engine.task import Task
 from wheretolearn.errors import DataError
 from wheretolearn.fewshot.config import FewShotConfig
-
-
-@dataclass(frozen=True)
-class FewShotTask:
-    support_images: Tensor
-    support_labels: Tensor
-    query_images: Tensor
-    query_labels: Tensor
-
-    def support_loss(self, network: nn.Module) -> Tensor:
-        return F.cross_entropy(network(self.support_images), self.support_labels)
-
-    def query_loss(self, network: nn.Module) -> Tensor:
-        return F.cross_entropy(network(self.query_images), self.query_labels)
-
-    def query_accuracy(self, network: nn.Module) -> Tensor:
-        correct: Tensor = network(self.query_images).argmax(1) == self.query_labels
-        return correct.float().mean()
 
 
 class TaskSource:
@@ -44,13 +25,11 @@ class TaskSource:
         self._split = split
         self._on_device = None if self.device.type == "cpu" else torch.tensor(np.asarray(split.images), device=device)
 
-    def tasks(self, step: int, count: int) -> Iterator[FewShotTask]:
+    def tasks(self, step: int | Tensor, count: int) -> Iterator[Task]:
         """The ``count`` tasks of an outer step: always the same for the same seed, stream and step."""
         episodes = self.sampler.sample(step, count)
         for support, query in zip(episodes.support, episodes.query, strict=True):
-            yield FewShotTask(
-                self._images(support), episodes.support_labels, self._images(query), episodes.query_labels
-            )
+            yield Task(self._images(support), episodes.support_labels, self._images(query), episodes.query_labels)
 
     def _images(self, indices: Tensor) -> Tensor:
         if self._on_device is not None:

@@ -1,15 +1,16 @@
 """Using a finished run: its model and mask, measured on new tasks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from torch import nn
 
 from wheretolearn.config import from_dict
 from wheretolearn.data.load import load_set
+from wheretolearn.engine.choose import make_evaluator
+from wheretolearn.engine.task import Task
 from wheretolearn.errors import DataError, UserError
 from wheretolearn.fewshot.config import FewShotConfig
-from wheretolearn.fewshot.evaluation import accuracies
 from wheretolearn.fewshot.tasks import TaskSource, split_of
 from wheretolearn.fewshot.training import new_learner
 from wheretolearn.masks import GradientMask
@@ -74,13 +75,21 @@ def evaluate_run(
             f"{_size(own.images.shape)}: add the set again at that size"
         )
     source = TaskSource(chosen, config.episode, run.seed, "test", device)
-    values = accuracies(model, mask, source, config, tasks, steps, progress).tolist()
+    evaluate = make_evaluator(model, mask, config.inner, kind=config.engine, precision=config.precision)
+    values = evaluate(_reported(source.tasks(0, tasks), tasks, progress), steps).tolist()
     mean, half_width = confidence_interval(values)
     result = Evaluation(data, split, steps, mean, half_width, tuple(values))
     folder = run.path / "evaluations"
     folder.mkdir(exist_ok=True)
     write_json(folder / f"{data}-{split}-{tasks}-tasks-{steps}-steps.json", asdict(result))
     return result
+
+
+def _reported(tasks: Iterable[Task], total: int, progress: Callable[[int, int], None] | None) -> Iterator[Task]:
+    for done, task in enumerate(tasks):
+        if progress is not None:
+            progress(done, total)
+        yield task
 
 
 def _size(shape: tuple[int, ...]) -> str:

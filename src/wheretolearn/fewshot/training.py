@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from wheretolearn.config import from_dict
 from wheretolearn.data.load import load_set
-from wheretolearn.diagnosis import locate_non_finite
-from wheretolearn.errors import NonFiniteError, Stopped
+from wheretolearn.engine.choose import make_engine, make_evaluator
+from wheretolearn.errors import Stopped
 from wheretolearn.fewshot.config import FewShotConfig
-from wheretolearn.fewshot.evaluation import accuracies
-from wheretolearn.fewshot.tasks import FewShotTask, TaskSource, split_of
-from wheretolearn.inner_loop import accumulate, adapt, add_gradient, second_order_meta_gradient, update_statistics
+from wheretolearn.fewshot.tasks import TaskSource, split_of
 from wheretolearn.masks import GradientMask
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
@@ -85,27 +83,42 @@ def train(run: RunFolder, report: Report | None = None, device: str = "cpu") -> 
         learner.restore(saved.step, saved.state, str(run.path))
         learner.notes = saved.notes
     run.rewind(learner.step)
+    engine = make_engine(
+        learner.model,
+        learner.mask,
+        learner.optimizer,
+        lambda step: list(training.tasks(step, config.tasks_per_step)),
+        config.inner,
+        run.seed,
+        kind=config.engine,
+        precision=config.precision,
+    )
+    evaluate = make_evaluator(learner.model, learner.mask, config.inner, kind=config.engine, precision=config.precision)
     with StopRequest() as stop:
         while learner.step < config.outer_steps:
             started = time.perf_counter()
-            loss = outer_step(learner, training, config, run.seed)
+            engine.outer_step(learner.step)
             learner.step += 1
             step = learner.step
-            values: dict[str, Any] = {"loss": loss}
             last = step == config.outer_steps
-            if step % config.validate_every == 0 or last:
-                accuracy = accuracies(learner.model, learner.mask, validation, config, config.validation_tasks)
-                values["validation_accuracy"] = accuracy.mean().item()
+            validating = step % config.validate_every == 0 or last
+            saving = step % config.checkpoint_every == 0 or last or stop.requested
+            values: dict[str, Any] = {}
+            if step % config.log_every == 0 or step == 1 or validating or saving:
+                values["loss"] = engine.last_loss()  # raises before anything bad is kept
+            if validating:
+                tasks = validation.tasks(0, config.validation_tasks)
+                values["validation_accuracy"] = evaluate(tasks, config.test_inner_steps).mean().item()
                 learner.remember_best(values["validation_accuracy"])
             learner.seconds += time.perf_counter() - started
             values["elapsed_seconds"] = learner.seconds
-            if step % config.log_every == 0 or step == 1 or "validation_accuracy" in values:
+            if step % config.log_every == 0 or step == 1 or validating:
                 sparsity = learner.mask.sparsity()
                 values |= {"sparsity": sparsity.overall, "sparsity_by_layer": sparsity.by_layer}
                 run.log(step, **values)
             if report is not None:
                 report(step, values)
-            if step % config.checkpoint_every == 0 or last or stop.requested:
+            if saving:
                 checkpoint.save(run, learner.state(), step)
             if stop.requested and not last:
                 raise Stopped(
@@ -128,52 +141,6 @@ def new_learner(config: FewShotConfig, image_shape: tuple[int, ...], seed: int, 
     if mask.raw:
         groups.append({"params": list(mask.parameters()), "lr": config.mask_lr})
     if config.optimizer == "adam":
-        return Learner(model, mask, torch.optim.Adam(groups))
+        # On a GPU the step count lives there too, so that a recorded graph can advance it.
+        return Learner(model, mask, torch.optim.Adam(groups, capturable=device.startswith("cuda")))
     return Learner(model, mask, torch.optim.SGD(groups, lr=config.theta_lr, momentum=0.9, nesterov=True))
-
-
-def outer_step(learner: Learner, source: TaskSource, config: FewShotConfig, seed: int) -> float:
-    """One update of theta and mask from ``tasks_per_step`` tasks; returns the mean query loss."""
-    learner.optimizer.zero_grad(set_to_none=True)
-    # A generator of its own, so that the noise of random masks depends on (seed, step) alone.
-    learner.mask.resample(torch.Generator(source.device).manual_seed(seed * 1_000_003 + learner.step))
-    tasks = list(source.tasks(learner.step, config.tasks_per_step))
-    losses = [_add_task_gradient(learner, task, config) for task in tasks]
-    for number, loss in enumerate(losses):
-        if not loss.isfinite():
-            raise NonFiniteError(_explain(learner, tasks[number], number, config))
-    learner.optimizer.step()
-    return torch.stack(losses).mean().item()
-
-
-def _add_task_gradient(learner: Learner, task: FewShotTask, config: FewShotConfig) -> Tensor:
-    weight = 1.0 / config.tasks_per_step
-    if config.batch_norm == "running":
-        update_statistics(learner.model, task.support_loss)
-    if config.order == "first":
-        adapted = adapt(learner.model, learner.mask, task.support_loss, **_inner_settings(config))
-        return accumulate(adapted, task.query_loss, weight)
-    gradient = second_order_meta_gradient(
-        learner.model, learner.mask, task.support_loss, task.query_loss, **_inner_settings(config)
-    )
-    add_gradient(learner.model, learner.mask, gradient, weight)
-    return gradient.loss
-
-
-def _inner_settings(config: FewShotConfig) -> dict[str, Any]:
-    return {
-        "steps": config.inner_steps,
-        "inner_lr": config.inner_lr,
-        "batch_norm_mode": config.batch_norm,
-        "clip_norm": config.inner_clip_norm,
-    }
-
-
-def _explain(learner: Learner, task: FewShotTask, number: int, config: FewShotConfig) -> str:
-    place = locate_non_finite(
-        learner.model, learner.mask, task.support_loss, task.query_loss, **_inner_settings(config)
-    )
-    return (
-        f"the loss is not finite: outer step {learner.step + 1}, task {number}, {place or 'place unknown'}. "
-        "The last checkpoint is kept; a smaller inner_lr or theta_lr, or inner_clip_norm, may help"
-    )
