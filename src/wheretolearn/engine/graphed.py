@@ -114,12 +114,13 @@ class GraphedEngine:
         seed: int = 0,
         *,
         precision: Precision = "float32",
+        compiled: bool = True,
     ):
         self.model, self.mask, self.optimizer = model, mask, optimizer
         self.draw, self.inner, self.seed = draw, inner, seed
         self.device = next(model.parameters()).device
         self.on_gpu = self.device.type == "cuda"
-        self.passes = Passes(model, mask, inner, precision, compiled=self.on_gpu)
+        self.passes = Passes(model, mask, inner, precision, compiled=compiled and self.on_gpu)
         self._step = torch.zeros((), dtype=torch.int64, device=self.device)
         self._loss = torch.full((), float("nan"), device=self.device)
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=self.device)  # outer step of the first bad loss
