@@ -7,6 +7,7 @@ from wheretolearn import masks
 from wheretolearn.delta import SparseDelta
 from wheretolearn.errors import MismatchError
 from wheretolearn.inner_loop import adapt
+from wheretolearn.storage import load_weights, save_weights
 
 
 def network(width=8):
@@ -82,3 +83,49 @@ def test_a_file_that_is_no_delta_is_refused(tmp_path):
     masks.binary(network()).save(tmp_path / "mask.safetensors")
     with pytest.raises(MismatchError, match="holds no sparse delta"):
         SparseDelta.load(tmp_path / "mask.safetensors")
+
+
+def test_channels_last_models():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3)).to(memory_format=torch.channels_last)
+    x, y = torch.randn(6, 2, 4, 4), torch.arange(6) % 3
+    adapted = adapt(model, masks.binary(model), lambda net: F.cross_entropy(net(x), y), steps=2, inner_lr=0.1)
+    assert torch.equal(SparseDelta.of(adapted).apply(model)(x), adapted.module()(x))
+
+
+def test_a_delta_taken_after_the_optimizers_step_is_refused():
+    model, _, adapted = adapted_network()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(MismatchError, match="before the optimizer's step"):
+        SparseDelta.of(adapted)
+
+
+def test_other_stored_statistics_are_other_weights():
+    model, _, adapted = adapted_network("running")
+    delta = SparseDelta.of(adapted)
+    model[1].running_mean += 5
+    with pytest.raises(MismatchError, match="other weights"):
+        delta.apply(model)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tensors, metadata: metadata.pop("shapes"),
+        lambda tensors, metadata: metadata.update(shapes="[1]"),
+        lambda tensors, metadata: metadata.update(batch_norm="none"),
+        lambda tensors, metadata: tensors.pop("value/0.weight"),
+        lambda tensors, metadata: tensors.update({"value/0.weight": torch.ones(1)}),
+        lambda tensors, metadata: tensors.update({"position/0.weight": tensors["position/0.weight"] + 1000}),
+        lambda tensors, metadata: tensors.update({"other/0.weight": torch.ones(1)}),
+    ],
+)
+def test_damaged_deltas_are_refused(damage, tmp_path):
+    _, _, adapted = adapted_network()
+    SparseDelta.of(adapted).save(tmp_path / "good.safetensors")
+    tensors, metadata = load_weights(tmp_path / "good.safetensors")
+    damage(tensors, metadata)
+    save_weights(tmp_path / "bad.safetensors", tensors, metadata)
+    with pytest.raises(MismatchError, match="holds no sparse delta"):
+        SparseDelta.load(tmp_path / "bad.safetensors")

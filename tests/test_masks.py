@@ -4,6 +4,7 @@ from torch import nn
 
 from wheretolearn import masks
 from wheretolearn.errors import ConfigError, MismatchError
+from wheretolearn.storage import load_weights, save_weights
 
 
 def small_network(width=4):
@@ -235,3 +236,113 @@ def test_loaded_tensors_are_copied_in_place():
 def test_a_half_precision_model_gets_a_float32_mask():
     mask = masks.binary(nn.Linear(3, 3).to(torch.bfloat16))
     assert mask.raw["weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tensors, metadata: metadata.pop("settings"),
+        lambda tensors, metadata: metadata.update(settings="[]"),
+        lambda tensors, metadata: metadata.update(shapes="no json"),
+        lambda tensors, metadata: metadata.update(kind="cubic"),
+        lambda tensors, metadata: metadata.update(names='["nobody"]'),
+        lambda tensors, metadata: tensors.pop("0.weight"),
+        lambda tensors, metadata: tensors.update({"0.weight": torch.ones(1)}),
+    ],
+)
+def test_damaged_mask_files_are_refused(damage, tmp_path):
+    model = small_network()
+    masks.binary(model).save(tmp_path / "good.safetensors")
+    tensors, metadata = load_weights(tmp_path / "good.safetensors")
+    damage(tensors, metadata)
+    save_weights(tmp_path / "bad.safetensors", tensors, metadata)
+    with pytest.raises(MismatchError, match="holds no gradient mask"):
+        masks.load(tmp_path / "bad.safetensors", model)
+
+
+def test_settings_survive_saving(tmp_path):
+    model = small_network()
+    for make in (masks.binary, KINDS["generated"]):
+        make(model, straight_through_scale=0.5).save(tmp_path / "mask.safetensors")
+        assert masks.load(tmp_path / "mask.safetensors", model).straight_through_scale == 0.5
+
+
+def test_a_generated_mask_without_its_noise_is_refused(tmp_path):
+    model = small_network()
+    KINDS["generated"](model).save(tmp_path / "good.safetensors")
+    tensors, metadata = load_weights(tmp_path / "good.safetensors")
+    del tensors["noise"]
+    save_weights(tmp_path / "bad.safetensors", tensors, metadata)
+    with pytest.raises(MismatchError, match="noise"):
+        masks.load(tmp_path / "bad.safetensors", model)
+
+
+def test_kaiming_bounds():
+    filters = masks.kaiming(torch.Size([200, 4, 3, 3]))
+    assert filters.abs().max().item() == pytest.approx((6 / 36) ** 0.5, rel=0.05)
+    vector = masks.kaiming(torch.Size([5000]))
+    assert vector.abs().max().item() == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("make", [masks.exp, masks.linear])
+def test_learned_rates_start_in_the_range_of_meta_sgd(make):
+    for multiplier in make(small_network()).multipliers().values():
+        assert 0.05 <= multiplier.min() <= multiplier.max() <= 0.1
+
+
+def test_small_rates_count_as_closed_and_the_threshold_is_stated():
+    for make, raw in ((masks.exp, -8.0), (masks.linear, 1e-4)):
+        mask = make(nn.Linear(3, 3), init=masks.constant(raw))
+        assert mask.closed_below == 1e-3
+        assert mask.sparsity().overall == 1.0
+
+
+class TestGenerated:
+    def test_settings_have_their_effect(self):
+        mask = masks.generated(small_network(), initial_noise=0.0, straight_through_scale=0.5)
+        assert mask.raw["0.weight.projection"].shape == (36, 1600)
+        assert mask.raw["0.weight.projection"].abs().max().item() == pytest.approx(1600**-0.5, rel=0.05)
+        before = mask.multipliers()["0.weight"]
+        mask.resample()
+        assert torch.equal(before, mask.multipliers()["0.weight"])
+        ones = {name: torch.ones_like(m) for name, m in mask.multipliers().items()}
+        assert (mask.pull_back(ones)["0.weight.offset"] == 0.5).all()
+        assert (mask.pull_back(ones)["4.bias"] == 0.5).all()
+
+    @pytest.mark.parametrize("wanted", [0.1, 0.9])
+    def test_wanted_initial_sparsity_holds_for_generated_tensors_too(self, wanted):
+        sparsity = masks.generated(small_network(width=16), latent_size=50, initial_sparsity=wanted).sparsity()
+        assert sparsity.by_tensor["0.weight"] == pytest.approx(wanted, abs=0.01)
+        assert sparsity.overall == pytest.approx(wanted, abs=0.01)
+
+
+def test_equal_values_cannot_be_shifted_to_a_share():
+    with pytest.raises(ConfigError, match="equal values"):
+        masks.binary(nn.Linear(3, 3), init=masks.constant(0.1), initial_sparsity=0.5)
+
+
+def test_parameters_without_entries_do_no_harm():
+    class Empty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nothing = nn.Parameter(torch.empty(3, 0))
+            self.linear = nn.Linear(2, 2)
+
+    assert masks.binary(Empty(), initial_sparsity=0.5).sparsity().by_tensor["nothing"] == 0.0
+
+
+def test_an_empty_selection_is_refused():
+    for make in (masks.fixed, masks.binary, KINDS["generated"]):
+        with pytest.raises(ConfigError, match="empty"):
+            make(small_network(), select=[])
+
+
+def test_complex_parameters_are_refused():
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(ConfigError, match="complex"):
+        masks.binary(model)
+
+
+def test_a_parametrised_head_is_one_layer():
+    model = nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    assert set(masks.fixed(model, "body").names) == {"0.weight", "0.bias"}

@@ -3,7 +3,8 @@
 ``batch``    every pass normalises with the statistics of its own batch, the query pass too (transductive: the
              paper's setting). Stored statistics are neither used nor changed.
 ``support``  inner steps use their own batch; the query pass uses the statistics of the support data under the
-             adapted weights, so that a prediction does not depend on the other queries.
+             adapted weights, so that a prediction does not depend on the other queries. Gradients take these
+             statistics as constants.
 ``running``  every pass uses the statistics stored in the model; refresh them with ``update_statistics``.
 """
 
@@ -61,4 +62,8 @@ def fix_mode(model: nn.Module, mode: BatchNormMode) -> None:
             layer.track_running_stats = False
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
         else:
-            layer.eval()
+            layer.register_forward_pre_hook(_use_stored_statistics)
+
+
+def _use_stored_statistics(layer: nn.Module, inputs: object) -> None:
+    layer.training = False

@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wheretolearn import batch_norm
 from wheretolearn.batch_norm import BatchNormMode
 from wheretolearn.errors import MismatchError
-from wheretolearn.inner_loop import Adapted, network_with
+from wheretolearn.inner_loop import Adapted, network_with, theta_version
 from wheretolearn.storage import check_shapes, load_weights, save_weights
 
 
@@ -34,6 +34,10 @@ class SparseDelta:
 
     @classmethod
     def of(cls, adapted: Adapted) -> Self:
+        if theta_version(adapted.model) != adapted.theta_version:
+            raise MismatchError(
+                "the model's weights have changed since it was adapted: take the delta before the optimizer's step"
+            )
         theta = dict(adapted.model.named_parameters())
         positions, values = {}, {}
         for name, phi in adapted.parameters.items():
@@ -41,15 +45,14 @@ class SparseDelta:
             if changed.numel():
                 positions[name] = changed
                 values[name] = phi.flatten()[changed]
-        # Statistics that the mode never reads are not part of the adapted network.
-        unread = _statistics(adapted.model) if adapted.batch_norm == "batch" else set()
         buffers = {
             name: adapted.buffers[name].clone()
-            for name, buffer in adapted.model.named_buffers()
-            if name not in unread and not torch.equal(buffer, adapted.buffers[name])
+            for name, buffer in _buffers_in_use(adapted.model, adapted.batch_norm)
+            if not torch.equal(buffer, adapted.buffers[name])
         }
         shapes = {name: list(phi.shape) for name, phi in adapted.parameters.items()}
-        return cls(positions, values, buffers, shapes, fingerprint(adapted.model), adapted.batch_norm)
+        base = fingerprint(adapted.model, adapted.batch_norm)
+        return cls(positions, values, buffers, shapes, base, adapted.batch_norm)
 
     @property
     def changed(self) -> int:
@@ -65,7 +68,7 @@ class SparseDelta:
         """The adapted network, from the base model that the delta was taken from; that model is not changed."""
         own = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         check_shapes(self.shapes, own, "the sparse delta")
-        if fingerprint(model) != self.base:
+        if fingerprint(model, self.batch_norm) != self.base:
             raise MismatchError(
                 "the sparse delta was taken from other weights than this model holds: "
                 "load the weights that it was adapted from first"
@@ -73,9 +76,9 @@ class SparseDelta:
         theta = dict(model.named_parameters())
         parameters = {}
         for name, positions in self.positions.items():
-            changed = theta[name].detach().clone()
-            changed.view(-1)[positions.to(changed.device)] = self.values[name].to(changed)
-            parameters[name] = changed
+            changed = theta[name].detach().flatten().clone()
+            changed[positions.to(changed.device)] = self.values[name].to(changed)
+            parameters[name] = changed.view(theta[name].shape)
         return network_with(model, parameters, self.buffers, self.batch_norm)
 
     def save(self, path: Path | str) -> None:
@@ -88,36 +91,48 @@ class SparseDelta:
     @classmethod
     def load(cls, path: Path | str) -> Self:
         tensors, metadata = load_weights(Path(path))
-        if metadata.get("kind") != "sparse-delta":
-            raise MismatchError(f"{path} holds no sparse delta: give a file written by SparseDelta.save")
+        try:
+            shapes = {str(name): [int(n) for n in shape] for name, shape in json.loads(metadata["shapes"]).items()}
+            base, mode = metadata["base"], metadata["batch_norm"]
+        except (KeyError, ValueError, TypeError, AttributeError):
+            shapes, base, mode = {}, "", ""
         parts: dict[str, dict[str, Tensor]] = {"position": {}, "value": {}, "buffer": {}}
         for key, tensor in tensors.items():
             part, _, name = key.partition("/")
-            parts[part][name] = tensor
-        return cls(
-            parts["position"],
-            parts["value"],
-            parts["buffer"],
-            json.loads(metadata["shapes"]),
-            metadata["base"],
-            cast(BatchNormMode, metadata["batch_norm"]),
+            parts.setdefault(part, {})[name] = tensor
+        positions, values = parts["position"], parts["value"]
+        sound = (
+            metadata.get("kind") == "sparse-delta"
+            and mode in get_args(BatchNormMode)
+            and len(parts) == 3
+            and positions.keys() == values.keys() <= shapes.keys()
+            and all(_fits(positions[name], values[name], shapes[name]) for name in positions)
         )
+        if not sound:
+            raise MismatchError(f"{path} holds no sparse delta: give a file written by SparseDelta.save")
+        return cls(positions, values, parts["buffer"], shapes, base, cast(BatchNormMode, mode))
 
 
-def fingerprint(model: nn.Module) -> str:
-    """sha256 of all parameters, names and values."""
+def _fits(positions: Tensor, values: Tensor, shape: list[int]) -> bool:
+    size = torch.Size(shape).numel()
+    return (
+        positions.dtype == torch.int64
+        and positions.dim() == 1
+        and positions.shape == values.shape
+        and (len(positions) == 0 or (int(positions.min()) >= 0 and int(positions.max()) < size))
+    )
+
+
+def fingerprint(model: nn.Module, mode: BatchNormMode) -> str:
+    """sha256 of all that the adapted network takes over: parameters, and the buffers that the mode reads."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for name, tensor in (*model.named_parameters(), *_buffers_in_use(model, mode)):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _statistics(model: nn.Module) -> set[str]:
-    found = set(map(id, batch_norm.layers(model)))
-    return {
-        f"{layer_name}.{name}".lstrip(".")
-        for layer_name, layer in model.named_modules()
-        if id(layer) in found
-        for name, _ in layer.named_buffers(recurse=False)
-    }
+def _buffers_in_use(model: nn.Module, mode: BatchNormMode) -> list[tuple[str, Tensor]]:
+    """All buffers but the batch-norm statistics that the mode ``batch`` never reads."""
+    unread = {id(b) for layer in batch_norm.layers(model) for b in layer.buffers()} if mode == "batch" else set()
+    return [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in unread]

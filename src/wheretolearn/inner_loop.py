@@ -40,6 +40,7 @@ class Adapted:
     losses: Tensor  # [steps] support loss before each step
     inner_lr: float
     batch_norm: BatchNormMode
+    theta_version: int  # tells whether the model's weights have changed since
 
     def evaluate(self, loss: Loss) -> Tensor:
         """Any function of the adapted network (a loss, predictions), as the query pass sees it; no gradient."""
@@ -84,7 +85,7 @@ def adapt(
     multipliers = mask.multipliers()
     parameters = _theta(model, mask)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    gradient_sum = {name: torch.zeros_like(parameters[name]) for name in mask.names} if mask.raw else {}
+    gradient_sum = {name: _wide_zeros(parameters[name]) for name in mask.names} if mask.raw else {}
     for name in mask.names:
         parameters[name].requires_grad_()
     losses = []
@@ -97,6 +98,7 @@ def adapt(
                     parameters[name].sub_(multipliers[name] * gradient, alpha=inner_lr)  # Eq. 4
                     if gradient_sum:
                         gradient_sum[name].add_(gradient)
+            torch.clear_autocast_cache()  # it would go on using casts of the old weights
             losses.append(loss.detach())
             del loss, gradients  # free the graph before the next forward pass
     parameters = {name: parameter.detach() for name, parameter in parameters.items()}
@@ -111,7 +113,13 @@ def adapt(
         losses=torch.stack(losses) if losses else torch.empty(0),
         inner_lr=inner_lr,
         batch_norm=batch_norm_mode,
+        theta_version=theta_version(model),
     )
+
+
+def theta_version(model: nn.Module) -> int:
+    """A number that grows with every change in place of the model's parameters."""
+    return sum(parameter._version for parameter in model.parameters())
 
 
 def meta_gradient(adapted: Adapted, query_loss: Loss) -> MetaGradient:
@@ -138,7 +146,10 @@ def second_order_meta_gradient(
     batch_norm_mode: BatchNormMode = "batch",
     clip_norm: float | None = None,
 ) -> MetaGradient:
-    """The full gradient, through the inner loop (MAML, Meta-SGD); time and memory grow with ``steps``."""
+    """The full gradient, through the inner loop (MAML, Meta-SGD); time and memory grow with ``steps``.
+
+    In the batch-norm mode ``support`` the statistics that the query pass uses count as constants.
+    """
     step_losses = _losses_by_step(support_loss, steps)
     batch_norm.check_mode(model, batch_norm_mode)
     theta = {name: p.requires_grad_() for name, p in _theta(model, mask).items()}
@@ -152,12 +163,13 @@ def second_order_meta_gradient(
                 loss = run_with(model, parameters, buffers, step_loss)
                 gradients = _clipped(_gradients(loss, parameters, mask.names, create_graph=True), clip_norm)
                 for name, gradient in gradients.items():
-                    parameters[name] = parameters[name] - inner_lr * multipliers[name] * gradient
+                    step = inner_lr * multipliers[name] * gradient
+                    parameters[name] = parameters[name] - step.to(parameters[name].dtype)
         if batch_norm_mode == "support":
             _collect_statistics(model, parameters, buffers, support_loss)
         with batch_norm.normalising(model, by_batch=batch_norm_mode == "batch"):
             loss = run_with(model, parameters, buffers, query_loss)
-        leaves = {**{f"theta.{n}": t for n, t in theta.items()}}
+        leaves = {f"theta.{n}": t for n, t in theta.items()}
         if learned:
             leaves |= {f"multiplier.{n}": t for n, t in multipliers.items()}
         gradients = _gradients(loss, leaves, tuple(leaves))
@@ -218,13 +230,30 @@ class _Host(nn.Module):
         return function(self.model)
 
 
-def run_with(
-    model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], function: Loss
-) -> Tensor:
-    """``function(model)`` with these tensors in place of the model's own. Buffers are updated in place."""
-    tensors = {f"model.{name}": tensor for name, tensor in (*parameters.items(), *buffers.items())}
-    result: Tensor = functional_call(_Host(model), tensors, (function,))
+def run_with(model: nn.Module, parameters: Mapping[str, Tensor], buffers: dict[str, Tensor], function: Loss) -> Tensor:
+    """``function(model)`` with these tensors in place of the model's own. ``buffers`` follows what the pass changes."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    replacement = {
+        id(tensor): (parameters if name in parameters else buffers)[name]
+        for name, tensor in named
+        if name in parameters or name in buffers
+    }
+    # Each place of a tied tensor is named, and each shared module once: torch's own handling of ties leaves the
+    # replacements behind in a module that is used twice.
+    tensors = {}
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) in replacement:
+                tensors[".".join(filter(None, ("model", prefix, name)))] = replacement[id(tensor)]
+    result: Tensor = functional_call(_Host(model), tensors, (function,), tie_weights=False)
+    for name in buffers:  # a buffer may have been assigned anew rather than changed in place
+        buffers[name] = tensors[f"model.{name}"].detach()
     return result
+
+
+def _wide_zeros(like: Tensor) -> Tensor:
+    """Zeros in at least float32: a sum of many half-precision gradients would lose the small ones."""
+    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def _theta(model: nn.Module, mask: GradientMask) -> Tensors:
@@ -240,8 +269,10 @@ def _theta(model: nn.Module, mask: GradientMask) -> Tensors:
 
 
 def _losses_by_step(loss: Loss | Sequence[Loss], steps: int) -> Sequence[Loss]:
-    if steps < 0:
-        raise ConfigError(f"the number of inner steps must not be negative, got {steps}")
+    if torch.is_inference_mode_enabled():
+        raise ConfigError("adaptation needs gradients: call it outside torch.inference_mode (no_grad is fine)")
+    if not isinstance(steps, int) or steps < 0:
+        raise ConfigError(f"the number of inner steps must be a whole number and not negative, got {steps}")
     if callable(loss):
         return [loss] * steps
     if len(loss) != steps:
@@ -253,6 +284,8 @@ def _gradients(
     loss: Tensor, parameters: Mapping[str, Tensor], names: Sequence[str], create_graph: bool = False
 ) -> Tensors:
     """Gradients by name; zero for a parameter that the loss does not use."""
+    if not isinstance(loss, Tensor):
+        raise ConfigError(f"a loss must be a tensor, this one is a {type(loss).__name__}: do not call .item() on it")
     if loss.dim() != 0:
         raise ConfigError(f"a loss must be a single number, this one has shape {tuple(loss.shape)}: take its mean")
     if not names:
@@ -266,12 +299,15 @@ def _gradients(
         allow_unused=True,
         materialize_grads=True,
     )
-    return dict(zip(names, values, strict=True))
+    # A sparse embedding has sparse gradients; masks and sums are dense.
+    return {name: value.to_dense() for name, value in zip(names, values, strict=True)}
 
 
 def _clipped(gradients: Tensors, clip_norm: float | None) -> Tensors:
     if clip_norm is None or not gradients:
         return gradients
+    if not clip_norm > 0:
+        raise ConfigError(f"clip_norm must be greater than 0, not {clip_norm}")
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
     scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
     return {name: gradient * scale for name, gradient in gradients.items()}
@@ -281,9 +317,9 @@ def _collect_statistics(
     model: nn.Module, parameters: Mapping[str, Tensor], buffers: Tensors, support_loss: Loss | Sequence[Loss]
 ) -> None:
     """Replace the stored statistics in ``buffers`` by those of the support data under the adapted weights."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            buffers[f"{name}.num_batches_tracked".lstrip(".")].zero_()
+    for name, buffer in buffers.items():
+        if name.rpartition(".")[2] == "num_batches_tracked":
+            buffer.zero_()
     with torch.no_grad(), batch_norm.normalising(model, by_batch=True, cumulative=True):
         for loss in [support_loss] if callable(support_loss) else support_loss:
             run_with(model, parameters, buffers, loss)

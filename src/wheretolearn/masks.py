@@ -128,7 +128,7 @@ class Rule:
 
 def kaiming(shape: torch.Size, generator: torch.Generator | None = None) -> Tensor:
     """Kaiming-uniform for matrices and filters, U(-0.5, 0.5) for vectors; then shifted to mean zero."""
-    bound = 0.5 if len(shape) < 2 else math.sqrt(6.0 / math.prod(shape[1:]))
+    bound = 0.5 if len(shape) < 2 else math.sqrt(6.0 / max(math.prod(shape[1:]), 1))
     m = torch.empty(shape).uniform_(-bound, bound, generator=generator)
     return m - m.mean() if m.numel() > 1 else m
 
@@ -243,17 +243,17 @@ class GeneratedMask(GradientMask):
     def _latent(self) -> Tensor:
         return self.noise * self.raw["latent.scale"] + self.raw["latent.mean"]
 
-    def multipliers(self) -> dict[str, Tensor]:
+    def generated_values(self) -> dict[str, Tensor]:
+        """m of each filter tensor, for the present noise."""
         latent = self._latent()
-        result = {}
-        for name in self.names:
-            if name in self.generated:
-                offset = self.raw[f"{name}.offset"]
-                m = (self.raw[f"{name}.projection"] @ latent).view_as(offset) + offset
-            else:
-                m = self.raw[name]
-            result[name] = _step(m)
-        return result
+        return {
+            name: (self.raw[f"{name}.projection"] @ latent).view(self.shapes[name]) + self.raw[f"{name}.offset"]
+            for name in self.generated
+        }
+
+    def multipliers(self) -> dict[str, Tensor]:
+        values = self.raw | self.generated_values()
+        return {name: _step(values[name]) for name in self.names}
 
     def pull_back(self, multiplier_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         latent = self._latent()
@@ -392,7 +392,11 @@ def generated(
     raw["latent.mean"] = torch.zeros(latent_size).to(like)
     raw["latent.scale"] = torch.full((latent_size,), initial_noise).to(like)
     noise = torch.empty(latent_size).normal_(generator=generator).to(like)
-    return GeneratedMask(trainable_shapes(model), names, raw, noise, straight_through_scale)
+    mask = GeneratedMask(trainable_shapes(model), names, raw, noise, straight_through_scale)
+    if initial_sparsity is not None:
+        for name, m in mask.generated_values().items():
+            raw[f"{name}.offset"] += shifted_to_sparsity(m, initial_sparsity) - m
+    return mask
 
 
 MAKERS: dict[str, Callable[..., GradientMask]] = {
@@ -409,32 +413,38 @@ def load(path: Path | str, model: nn.Module) -> GradientMask:
     """Read a mask that ``save`` wrote, after checking that it was made for a model of the same names and shapes."""
     path = Path(path)
     tensors, metadata = load_weights(path)
-    try:
-        kind = metadata["kind"]
-        settings = json.loads(metadata["settings"])
-        names = json.loads(metadata["names"])
-        stored = {name: torch.Size(shape) for name, shape in json.loads(metadata["shapes"]).items()}
-    except (KeyError, ValueError) as error:
-        raise MismatchError(
-            f"{path} holds no gradient mask (it lacks the field {error}): give a file written by mask.save"
-        ) from None
     shapes = trainable_shapes(model)
-    check_shapes(stored, shapes, str(path))
     like = next(p for p in model.parameters() if p.requires_grad)
     raw = {name: tensor.to(like.device) for name, tensor in tensors.items()}
-    if kind == "fixed":
-        return FixedMask(shapes, names, like=like)
-    if kind == "generated":
-        noise = raw.pop("noise")
-        return GeneratedMask(shapes, names, raw, noise, **settings)
-    if kind not in RULES:
-        raise MismatchError(f"{path} holds a mask of the unknown kind {kind!r}; known: {', '.join(MAKERS)}")
-    return ElementwiseMask(kind, shapes, {name: raw[name] for name in names}, **settings)
+    try:
+        kind = metadata["kind"]
+        scale = float(json.loads(metadata["settings"]).get("straight_through_scale", 1.0))
+        names = [str(name) for name in json.loads(metadata["names"])]
+        stored = {str(name): torch.Size(shape) for name, shape in json.loads(metadata["shapes"]).items()}
+        check_shapes(stored, shapes, path)
+        if kind == "fixed":
+            mask: GradientMask = FixedMask(shapes, names, like=like)
+        elif kind == "generated":
+            noise = raw.pop("noise")
+            mask = GeneratedMask(shapes, names, raw, noise, scale)
+        else:
+            mask = ElementwiseMask(kind, shapes, {name: raw[name] for name in names}, scale)
+        mask.pull_back(mask.multipliers())  # shapes that do not go together fail here
+        if any(m.shape != shapes[name] for name, m in mask.multipliers().items()):
+            raise ValueError("a tensor has the wrong shape")
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise MismatchError(
+            f"{path} holds no gradient mask that this version can read ({type(error).__name__}: {error}): "
+            "give a file written by mask.save"
+        ) from None
+    return mask
 
 
 def layer_of(parameter_name: str) -> str:
     """The module that owns a parameter: ``block1.conv.weight`` belongs to ``block1.conv``."""
-    return parameter_name.rpartition(".")[0] or "(top level)"
+    # A parametrised layer keeps its tensors under LAYER.parametrizations.NAME.
+    name = parameter_name.partition(".parametrizations.")
+    return (name[0] if name[1] else parameter_name.rpartition(".")[0]) or "(top level)"
 
 
 def trainable_shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -444,6 +454,8 @@ def trainable_shapes(model: nn.Module) -> dict[str, torch.Size]:
         if isinstance(parameter, nn.UninitializedParameter):
             raise ConfigError(f"parameter {name} has no shape yet: run the model once on an example first")
         if parameter.requires_grad:
+            if parameter.is_complex():
+                raise ConfigError(f"parameter {name} is complex; masks are made for real parameters only")
             shapes[name] = parameter.shape
     if not shapes:
         raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to adapt")
@@ -462,6 +474,8 @@ def selected_names(model: nn.Module, select: Select) -> tuple[str, ...]:
             raise ConfigError(f"the model has a single layer, {head}, so it has no body to adapt")
         return chosen
     patterns = [select] if isinstance(select, str) else list(select)
+    if not patterns:
+        raise ConfigError("the list of parameter patterns is empty: name at least one, or select 'all'")
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             near = get_close_matches(pattern, names, n=1, cutoff=0.0)
@@ -476,8 +490,15 @@ def shifted_to_sparsity(m: Tensor, sparsity: float) -> Tensor:
     """Shift a tensor so that this share of its entries (rounded to whole entries) is negative."""
     if not 0.0 <= sparsity <= 1.0:
         raise ConfigError(f"the initial sparsity must lie between 0 and 1, not {sparsity}")
+    if m.numel() == 0:
+        return m
     closed = round(sparsity * m.numel())
     values = m.flatten().sort().values
+    if 0 < closed < m.numel() and values[closed - 1] == values[closed]:
+        raise ConfigError(
+            f"an initial sparsity of {sparsity} cannot be reached by shifting equal values: use an initialisation "
+            "that differs from weight to weight"
+        )
     margin = (values[-1] - values[0]) / (2 * m.numel()) + 1e-3
     if closed == 0:
         return m - values[0] + margin

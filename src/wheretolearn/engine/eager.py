@@ -13,6 +13,8 @@ from wheretolearn.errors import NonFiniteError
 from wheretolearn.inner_loop import accumulate, adapt, add_gradient, second_order_meta_gradient, update_statistics
 from wheretolearn.masks import GradientMask
 
+ADVICE = "Checkpoints saved before it are good; a smaller inner_lr or theta_lr, or inner_clip_norm, may help"
+
 
 class EagerEngine:
     """Runs outer steps at once, and checks each for losses that are not finite."""
@@ -41,8 +43,17 @@ class EagerEngine:
         for number, loss in enumerate(losses):
             if not loss.isfinite():
                 raise NonFiniteError(self._explain(step, tasks[number], number))
+        self._check_gradients(step)
         self.optimizer.step()
         self._loss = torch.stack(losses).mean().item()
+
+    def _check_gradients(self, step: int) -> None:
+        """A loss can be finite and its gradient not; one step with it would spoil every weight."""
+        named = {**dict(self.model.named_parameters()), **{f"mask {n}": m for n, m in self.mask.raw.items()}}
+        sums = {name: tensor.grad.sum() for name, tensor in named.items() if tensor.grad is not None}
+        if not torch.stack(list(sums.values())).isfinite().all():
+            bad = next(name for name, total in sums.items() if not total.isfinite())
+            raise NonFiniteError(f"the gradient is not finite: outer step {step + 1}, {bad}. {ADVICE}")
 
     def last_loss(self) -> float:
         """Mean query loss of the last step."""
@@ -62,10 +73,7 @@ class EagerEngine:
 
     def _explain(self, step: int, task: Task, number: int) -> str:
         place = locate_non_finite(self.model, self.mask, task.support_loss, task.query_loss, **_settings(self.inner))
-        return (
-            f"the loss is not finite: outer step {step + 1}, task {number}, {place or 'place unknown'}. "
-            "The last checkpoint is kept; a smaller inner_lr or theta_lr, or inner_clip_norm, may help"
-        )
+        return f"the loss is not finite: outer step {step + 1}, task {number}, {place or 'place unknown'}. {ADVICE}"
 
 
 def eager_accuracies(

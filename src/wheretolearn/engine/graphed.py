@@ -149,8 +149,8 @@ class GraphedEngine:
         bad = int(self._first_bad)
         if bad >= 0:
             raise NonFiniteError(
-                f"the loss is not finite: outer step {bad + 1}. The last checkpoint is kept; resume it with "
-                "--engine eager to see the task, inner step and layer, or use a smaller inner_lr or theta_lr"
+                f"a loss or gradient is not finite: outer step {bad + 1}. Checkpoints saved before it are good; train "
+                "with engine=eager to see the task, inner step and layer, or use a smaller inner_lr or theta_lr"
             )
         return self._loss.item()
 
@@ -198,7 +198,9 @@ class GraphedEngine:
                     self.mask.raw[name].grad = gradient
             losses = torch.stack([loss for _, _, loss in results])
             self._loss.copy_(losses.mean())
-            newly_bad = (self._first_bad < 0) & ~losses.isfinite().all()
+            gradients = [*self.model.parameters(), *self.mask.parameters()]
+            sums = torch.stack([tensor.grad.sum().float() for tensor in gradients if tensor.grad is not None])
+            newly_bad = (self._first_bad < 0) & ~(losses.isfinite().all() & sums.isfinite().all())
             self._first_bad.copy_(torch.where(newly_bad, step, self._first_bad))
         self.optimizer.step()
 

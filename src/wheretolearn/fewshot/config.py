@@ -62,14 +62,16 @@ class FewShotConfig:
     def __post_init__(self) -> None:
         positive = (
             "ways shots queries width inner_lr outer_steps tasks_per_step validate_every validation_tasks log_every "
-            "checkpoint_every theta_lr mask_lr"
+            "checkpoint_every theta_lr mask_lr straight_through_scale inner_clip_norm"
         )
         for name in positive.split():
-            if getattr(self, name) <= 0:
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}")
         for name in ("inner_steps", "test_inner_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.initial_sparsity is not None and not 0 <= self.initial_sparsity <= 1:
+            raise ConfigError(f"initial_sparsity must lie between 0 and 1, not {self.initial_sparsity}")
         if self.mask == "fixed" and self.initial_sparsity is not None:
             raise ConfigError("initial_sparsity has no meaning for mask=fixed; leave it out, or choose another mask")
 
