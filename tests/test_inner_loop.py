@@ -615,3 +615,7 @@ def test_statistics_of_several_support_losses_are_averaged():
     means = [F.conv2d(batch(seed)[0], model[0].weight, model[0].bias).mean((0, 2, 3)) for seed in (1, 2)]
     torch.testing.assert_close(adapted.buffers["1.running_mean"], sum(means).detach() / 2)
     assert model[1].momentum == 0.1
+
+
+def test_every_maker_and_rule_has_its_oracle():
+    assert set(KINDS) == set(masks.MAKERS) | set(masks.RULES)

@@ -1,17 +1,20 @@
 import os
 import signal
 from contextlib import ExitStack
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
+from wheretolearn import inner_loop, masks
 from wheretolearn.config import from_dict, to_dict
 from wheretolearn.data import image_set
 from wheretolearn.data.image_set import ImageSplit
+from wheretolearn.engine import eager
 from wheretolearn.engine.eager import EagerEngine
 from wheretolearn.errors import ConfigError, DataError, MismatchError, NonFiniteError, Stopped, UserError
-from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.config import FewShotConfig, MaskKind
 from wheretolearn.fewshot.tasks import TaskSource, check_images
 from wheretolearn.fewshot.trained import evaluate_run, load_trained
 from wheretolearn.fewshot.training import new_learner, train
@@ -128,6 +131,7 @@ def test_a_stopped_and_resumed_run_equals_a_straight_one(new_run, stop_at, mask)
 
     with pytest.raises(Stopped, match=f"after step {stop_at} of 6"):
         train(stopped, interrupt)
+    assert checkpoint.load_latest(stopped).step == stop_at
     stopped.close()
     with RunFolder.open(stopped.path) as resumed:
         train(resumed)
@@ -136,7 +140,7 @@ def test_a_stopped_and_resumed_run_equals_a_straight_one(new_run, stop_at, mask)
 
 
 def test_a_crash_between_checkpoints_loses_nothing_but_time(new_run):
-    straight, crashed = new_run("straight"), new_run("crashed")
+    straight, crashed = new_run("straight", log_every=1), new_run("crashed", log_every=1)
     train(straight)
 
     def crash(step, values):
@@ -145,7 +149,10 @@ def test_a_crash_between_checkpoints_loses_nothing_but_time(new_run):
 
     with pytest.raises(RuntimeError, match="power cut"):
         train(crashed, crash)
+    assert crashed.metrics()[-1]["step"] == 5
+    elapsed = crashed.metrics()[3]["elapsed_seconds"]
     train(crashed)
+    assert crashed.metrics()[4]["elapsed_seconds"] > elapsed
     assert_equal(final_state(straight), final_state(crashed))
     assert without_times(straight.metrics()) == without_times(crashed.metrics())
 
@@ -300,3 +307,125 @@ def test_tasks_of_a_step_are_the_same_whatever_came_before():
     list(used.tasks(0, 2))
     for one, two in zip(fresh, used.tasks(7, 2), strict=True):
         assert torch.equal(one.query_inputs, two.query_inputs)
+
+
+class Spy:
+    """Records the settings with which adaptation is asked for, and the tasks it sees."""
+
+    def __init__(self, monkeypatch):
+        self.steps, self.inputs = [], []
+        adapt = eager.adapt
+
+        def watched(model, mask, support_loss, **settings):
+            self.steps.append(settings["steps"])
+            self.inputs.append(support_loss.__self__.support_inputs)
+            return adapt(model, mask, support_loss, **settings)
+
+        monkeypatch.setattr(eager, "adapt", watched)
+
+
+def test_training_and_validation_each_use_their_own_number_of_steps(new_run, monkeypatch):
+    spy = Spy(monkeypatch)
+    run = new_run(inner_steps=1, test_inner_steps=3, outer_steps=1, validation_tasks=2)
+    train(run)
+    assert spy.steps == [1, 1, 3, 3]
+    evaluate_run(run, "train", tasks=2)
+    assert spy.steps[4:] == [3, 3]
+    evaluate_run(run, "train", tasks=2, steps=5)
+    assert spy.steps[6:] == [5, 5]
+
+
+def test_training_validation_and_test_tasks_are_drawn_apart(new_run, monkeypatch):
+    spy = Spy(monkeypatch)
+    run = new_run(outer_steps=1, tasks_per_step=2, validation_tasks=2)
+    train(run)
+    evaluate_run(run, "train", tasks=2)
+    first_of_each = spy.inputs[0], spy.inputs[2], spy.inputs[4]
+    for one, two in [(0, 1), (0, 2), (1, 2)]:
+        assert not torch.equal(first_of_each[one], first_of_each[two])
+
+
+def test_second_order_is_another_training(new_run):
+    states = []
+    for order in ("first", "second"):
+        run = new_run(order, order=order, outer_steps=1, mask="fixed")
+        train(run)
+        states.append(final_state(run)["optimizer"]["state"][0]["exp_avg"])
+    assert not torch.allclose(*states, rtol=0.05)
+
+
+def test_the_gradient_is_the_mean_over_tasks(new_run):
+    """Adam hides a constant factor, so look at its first moment, 0.1 times the gradient."""
+    config = from_dict(FewShotConfig, {**SMALL, "mask": "fixed", "outer_steps": 1, "validation_tasks": 1})
+    run = new_run(mask="fixed", outer_steps=1, validation_tasks=1)
+    train(run)
+    learner = new_learner(config, (16, 16, 1), seed=0)
+    split = image_set.load("stripes").splits["train"]
+    total = 0
+    for task in TaskSource(split, config.episode, 0, "train").tasks(0, 2):
+        adapted = inner_loop.adapt(learner.model, learner.mask, task.support_loss, steps=2, inner_lr=0.1)
+        total += inner_loop.meta_gradient(adapted, task.query_loss).theta["block1.conv.weight"]
+    moment = final_state(run)["optimizer"]["state"][0]["exp_avg"]
+    torch.testing.assert_close(moment, 0.1 * total / 2)
+
+
+def test_each_group_has_its_own_learning_rate_and_optimizer():
+    for name, kind in (("adam", torch.optim.Adam), ("nesterov", torch.optim.SGD)):
+        config = from_dict(FewShotConfig, {**SMALL, "optimizer": name, "theta_lr": 0.5, "mask_lr": 0.25})
+        optimizer = new_learner(config, (16, 16, 1), seed=0).optimizer
+        assert type(optimizer) is kind
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    assert all(group["nesterov"] and group["momentum"] == 0.9 for group in optimizer.param_groups)
+
+
+def test_settings_of_mask_and_inner_loop_reach_them():
+    config = from_dict(
+        FewShotConfig,
+        {**SMALL, "straight_through_scale": 0.5, "inner_clip_norm": 2.0, "adapt": "head", "order": "second"},
+    )
+    mask = new_learner(config, (16, 16, 1), seed=0).mask
+    assert mask.straight_through_scale == 0.5
+    assert mask.names == ("head.weight", "head.bias")
+    assert (config.inner.clip_norm, config.inner.order, config.inner.steps) == (2.0, "second", 2)
+
+
+def test_random_masks_are_drawn_anew_at_each_step_from_seed_and_step_alone(new_run):
+    noises = []
+
+    def watch(step, values):
+        noises.append(engines[0].mask.noise.clone())
+
+    engines = []
+    original = EagerEngine.outer_step
+
+    def outer_step(engine, step):
+        engines.append(engine)
+        original(engine, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EagerEngine, "outer_step", outer_step)
+        train(new_run("one", mask="generated", outer_steps=2), watch)
+        engines.clear()
+        train(new_run("two", mask="generated", outer_steps=2), watch)
+    assert not torch.equal(noises[0], noises[1])
+    assert torch.equal(noises[0], noises[2])
+    assert torch.equal(noises[1], noises[3])
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(new_run, monkeypatch):
+    run = new_run()
+    accumulate = eager.accumulate
+
+    def poisoned(adapted, query_loss, weight):
+        loss = accumulate(adapted, query_loss, weight)
+        adapted.model.head.weight.grad[0, 0] = float("nan")
+        return loss
+
+    monkeypatch.setattr(eager, "accumulate", poisoned)
+    with pytest.raises(NonFiniteError, match=r"gradient is not finite: outer step 1, head\.weight"):
+        train(run)
+    assert checkpoint.load_latest(run) is None
+
+
+def test_every_mask_maker_can_be_chosen_in_settings():
+    assert set(get_args(MaskKind)) == set(masks.MAKERS)

@@ -138,6 +138,8 @@ class GraphedEngine:
             self._record(step)
         assert self._graph is not None
         assert self._stream is not None
+        # Whoever reads the weights on the current stream (evaluation, copies of the best) finishes first.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             self._step.fill_(step)
             self._graph.replay()

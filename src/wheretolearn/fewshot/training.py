@@ -102,25 +102,25 @@ def train(run: RunFolder, report: Report | None = None, device: str = "cpu") -> 
             step = learner.step
             last = step == config.outer_steps
             validating = step % config.validate_every == 0 or last
-            saving = step % config.checkpoint_every == 0 or last or stop.requested
-            values: dict[str, Any] = {}
-            if step % config.log_every == 0 or step == 1 or validating or saving:
-                values["loss"] = engine.last_loss()  # raises before anything bad is kept
+            logging = step % config.log_every == 0 or step == 1 or validating
+            values: dict[str, Any] = {"loss": engine.last_loss()} if logging else {}
             if validating:
                 tasks = validation.tasks(0, config.validation_tasks)
                 values["validation_accuracy"] = evaluate(tasks, config.test_inner_steps).mean().item()
                 learner.remember_best(values["validation_accuracy"])
             learner.seconds += time.perf_counter() - started
             values["elapsed_seconds"] = learner.seconds
-            if step % config.log_every == 0 or step == 1 or validating:
+            if logging:
                 sparsity = learner.mask.sparsity()
                 values |= {"sparsity": sparsity.overall, "sparsity_by_layer": sparsity.by_layer}
                 run.log(step, **values)
             if report is not None:
                 report(step, values)
-            if saving:
+            stopping = stop.requested and not last
+            if step % config.checkpoint_every == 0 or last or stopping:
+                engine.last_loss()  # raises rather than let a bad state be saved
                 checkpoint.save(run, learner.state(), step)
-            if stop.requested and not last:
+            if stopping:
                 raise Stopped(
                     f"stopped after step {step} of {config.outer_steps} and saved; "
                     f"go on with `wheretolearn resume {run.path}`"
