@@ -1,10 +1,14 @@
+import shutil
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from wheretolearn.cli import data as data_commands
 from wheretolearn.cli.data import app
-from wheretolearn.data import image_set, install
+from wheretolearn.data import glyphs, image_set, install
 from wheretolearn.errors import DataError
 
 
@@ -33,6 +37,11 @@ def run(*arguments) -> str:
     return result.output
 
 
+def one_image() -> image_set.ImageSplit:
+    images, offsets = np.zeros((1, 28, 28, 1), dtype=np.uint8), np.array([0, 1], dtype=np.int64)
+    return image_set.ImageSplit("", images, offsets, ("0",), ("",))
+
+
 def test_list_shows_known_and_own_sets_and_whether_they_are_here(cache, own_images):
     run("add", "insects", own_images)
     lines = run("list").splitlines()
@@ -41,11 +50,31 @@ def test_list_shows_known_and_own_sets_and_whether_they_are_here(cache, own_imag
 
 
 def test_list_says_how_much_of_a_set_is_here(cache, tmp_path):
-    folder = tmp_path / "test" / "n01443537"
+    folder = tmp_path / "mine" / "test" / "n01443537"
     folder.mkdir(parents=True)
     Image.new("RGB", (20, 20)).save(folder / "1.png")
-    run("add", "tiered-imagenet", tmp_path / "test" / "..")
+    assert "a subset: train 0 of 351; validation 0 of 97; test 1 of 160" in run(
+        "add", "tiered-imagenet", tmp_path / "mine"
+    )
     assert any("tiered" in line and "1 of 608" in line for line in run("list").splitlines())
+
+
+def listed_names() -> list[str]:
+    return [line.split()[1] for line in run("list").splitlines() if line.startswith("│")]
+
+
+def test_list_has_one_fixed_row_for_the_embedded_set(cache):
+    before = listed_names()
+    image_set.write("glyphs", {"train": one_image()}, {})
+    assert listed_names() == before
+    assert before[0] == "glyphs"
+    assert any("glyphs" in line and "embedded" in line for line in run("list").splitlines())
+
+
+def test_list_counts_the_embedded_set_before_it_is_drawn(cache):
+    classes = sum(map(len, glyphs.split_members().values()))
+    row = next(line for line in run("list").splitlines() if "glyphs" in line)
+    assert [f"{classes}", f"{20 * classes:,}", "28x28x1"] == [cell.strip() for cell in row.split("│")[2:5]]
 
 
 def test_list_shows_a_damaged_set_as_damaged(cache, own_images):
@@ -78,6 +107,45 @@ def test_add_refuses_bad_names_and_layouts(cache, own_images, name, message):
         run("add", name, own_images)
 
 
+@pytest.mark.parametrize("force", [(), ("--force",)])
+@pytest.mark.parametrize("inside", [".", "ant", ".."])
+def test_add_never_takes_its_images_from_where_the_set_will_be(cache, own_images, inside, force):
+    shutil.copytree(own_images, cache / "insects")
+    with pytest.raises(DataError):
+        run("add", "insects", cache / "insects" / inside, *force)
+    assert len(list((cache / "insects").rglob("*.png"))) == 6
+
+
+def test_add_refuses_its_own_stored_set_as_a_source(cache, own_images):
+    run("add", "insects", own_images)
+    with pytest.raises(DataError, match="keep them apart"):
+        run("add", "insects", cache / "insects", "--force")
+    with pytest.raises(DataError, match="keep them apart"):
+        run("add", "insects", cache, "--force")
+
+
+@pytest.mark.parametrize("name", ["mnist", "glyphs"])
+def test_get_leaves_a_folder_alone_that_is_no_image_set(cache, monkeypatch, name):
+    monkeypatch.setattr(install, "download", lambda *_, **__: pytest.fail("downloaded"))
+    (cache / name).mkdir(parents=True)
+    (cache / name / "raw.bin").write_bytes(b"precious")
+    with pytest.raises(DataError, match=rf"{name} is in the way .* it holds raw\.bin"):
+        run("get", name)
+    assert (cache / name / "raw.bin").read_bytes() == b"precious"
+
+
+def test_add_says_how_many_files_it_ignored(cache, own_images):
+    (own_images / "ant" / "old").mkdir()
+    for place in ("loose.png", "ant/old/nested.png", "ant/film.mpg", "ant/.hidden.png"):
+        (own_images / place).write_bytes(b"no image")
+    assert "2 classes 6 images (other files ignored: 3)" in run("add", "insects", own_images)
+
+
+def test_add_help_gives_the_defaults():
+    plain = " ".join(run("add", "--help").replace("│", " ").split())
+    assert "set of your own (84)" in plain
+
+
 def test_add_names_a_path_that_does_not_exist(cache, tmp_path):
     with pytest.raises(DataError, match="nowhere does not exist"):
         run("add", "insects", tmp_path / "nowhere")
@@ -85,11 +153,40 @@ def test_add_names_a_path_that_does_not_exist(cache, tmp_path):
 
 def test_get_leaves_a_stored_set_alone(cache, own_images, monkeypatch):
     monkeypatch.setattr(install, "get", lambda *_, **__: pytest.fail("fetched again"))
-    split = image_set.ImageSplit(
-        "", np.zeros((1, 28, 28, 1), dtype=np.uint8), np.array([0, 1], dtype=np.int64), ("0",), ("",)
-    )
-    image_set.write("mnist", {"train": split}, {})
+    image_set.write("mnist", {"train": one_image()}, {})
     assert "already here" in run("get", "mnist")
+
+
+def test_get_shows_one_bar_at_a_time(cache, monkeypatch):
+    shown = []
+
+    @contextmanager
+    def bar(label):
+        kind = label.split()[0]
+        yield lambda *_: shown.append(kind)
+        shown.append(f"{kind} ended")
+
+    def get(name, downloading, converting):
+        downloading(1, 1)
+        converting(1, 2)
+        converting(2, 2)
+        return image_set.write(name, {"train": one_image()}, {})
+
+    monkeypatch.setattr(data_commands, "progress_bar", bar)
+    monkeypatch.setattr(install, "get", get)
+    run("get", "mnist")
+    assert shown == ["downloading", "downloading ended", "converting", "converting", "converting ended"]
+
+
+def test_damaged_glyphs_are_drawn_again_by_force(cache, monkeypatch):
+    monkeypatch.setattr(glyphs, "draw", lambda *_: {"train": one_image()})
+    run("get", "glyphs")
+    file = cache / "glyphs" / "train.npy"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(DataError, match="data get glyphs --force"):
+        run("check", "glyphs")
+    run("get", "glyphs", "--force")
+    assert "good" in run("check", "glyphs")
 
 
 def test_get_explains_what_cannot_be_downloaded(cache):
@@ -116,6 +213,14 @@ def test_check_reports_every_set_and_names_all_damage(cache, own_images):
     assert "good" in run("check", "bees")
     with pytest.raises(DataError, match="ants"):
         run("check", "ants")
+
+
+@pytest.mark.parametrize("command", [("sheet", "nosuch", "x.png"), ("check", "nosuch")])
+def test_an_unknown_name_is_not_offered_for_download(cache, command):
+    with pytest.raises(DataError, match=r"no known image set is called 'nosuch'") as caught:
+        run(*command)
+    assert "data add nosuch FOLDER" in str(caught.value)
+    assert "data get" not in str(caught.value)
 
 
 def test_check_of_an_empty_cache_says_so(cache):

@@ -176,6 +176,11 @@ def test_a_content_length_shorter_than_the_file_is_noticed_and_overcome(server, 
     assert fetch(server.url("/a", lie_once)).read_bytes() == BODY
 
 
+def test_a_server_whose_file_is_shorter_than_published_is_told_so(server, fetch):
+    with pytest.raises(DataError, match="it sends only 5000 of the 1024000 bytes of the published file"):
+        fetch(server.url("/a", sending(BODY[:5000])))
+
+
 def test_a_content_length_that_lies_counts_even_when_no_size_is_known(server, fetch):
     with pytest.raises(DataError, match="stopped after 1024000 of 2000000 bytes"):
         fetch(server.url("/a", sending(BODY, length=2_000_000)), size=None, sha256=None, attempts=2)

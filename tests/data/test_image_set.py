@@ -1,6 +1,7 @@
 import errno
 import hashlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -178,16 +179,62 @@ def test_a_failed_rename_brings_the_older_set_back(tmp_path, monkeypatch):
 def test_a_set_that_stepped_aside_for_a_writer_that_died_is_found_again(tmp_path):
     write("made", {"train": make_split(1)}, {}, tmp_path)
     (tmp_path / "made").rename(tmp_path / ".made.old")
+    assert image_set.exists("made", tmp_path)
     assert load("made", tmp_path).splits["train"].classes == make_split(1).classes
 
 
-def test_leftovers_of_a_killed_writer_are_removed_once_they_are_old(tmp_path, monkeypatch):
-    (tmp_path / ".made.tmp-killed").mkdir()
+@pytest.mark.parametrize("label", ["other", "unpack"])
+def test_the_next_write_of_any_set_removes_what_a_killed_process_left(tmp_path, label):
+    script = (
+        "import os, sys; from pathlib import Path; from wheretolearn.data.image_set import temporary_folder\n"
+        "with temporary_folder(Path(sys.argv[1]), sys.argv[2]): os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), label], check=False)
+    assert len(visible_and_hidden(tmp_path)) == 1
     write("made", {"train": make_split()}, {}, tmp_path)
-    assert ".made.tmp-killed" in visible_and_hidden(tmp_path)
+    assert visible_and_hidden(tmp_path) == ["made"]
+
+
+def test_temporary_folders_of_living_processes_and_strangers_stay(tmp_path):
+    (tmp_path / ".mine.tmp-of-the-user").mkdir()
+    with image_set.temporary_folder(tmp_path, "unpack") as living:
+        write("made", {"train": make_split()}, {}, tmp_path)
+        assert visible_and_hidden(tmp_path) == sorted([".mine.tmp-of-the-user", living.name, "made"])
+
+
+def test_temporary_folders_of_other_machines_go_once_they_are_old(tmp_path, monkeypatch):
+    (tmp_path / ".made.tmp-1@another-machine-x1").mkdir()
+    write("made", {"train": make_split()}, {}, tmp_path)
+    assert len(visible_and_hidden(tmp_path)) == 2
     monkeypatch.setattr(image_set, "STALE_SECONDS", -1)
     write("made", {"train": make_split()}, {}, tmp_path)
     assert visible_and_hidden(tmp_path) == ["made"]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["ant/1.png"], "it holds ant"),
+        (["x.npy"], "it has no meta.json"),
+        (["meta.json", "train.npy", "1.png"], "it holds 1.png"),
+    ],
+)
+def test_a_folder_that_is_no_set_is_never_replaced(tmp_path, names, found):
+    for name in names:
+        file = tmp_path / "made" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"precious")
+    untouched = iter([np.zeros((4, 2, 2, 1), dtype=np.uint8)])
+    with pytest.raises(DataError, match=rf"made is in the way .*{found}"):
+        write("made", {"all": make_stream(untouched)}, {}, tmp_path)
+    assert all((tmp_path / "made" / name).read_bytes() == b"precious" for name in names)
+    assert len(list(untouched)) == 1
+
+
+def test_an_empty_folder_is_not_in_the_way(tmp_path):
+    (tmp_path / "made").mkdir()
+    write("made", {"train": make_split()}, {}, tmp_path)
+    assert image_set.exists("made", tmp_path)
 
 
 def test_an_absent_set_says_how_to_get_it(tmp_path):
@@ -214,6 +261,17 @@ def test_loading_names_a_truncated_array(tmp_path):
         load("made", tmp_path)
 
 
+def test_an_unreadable_array_is_not_called_damaged(tmp_path, monkeypatch):
+    write("made", {"train": make_split()}, {}, tmp_path)
+
+    def refuse(file, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(np, "load", refuse)
+    with pytest.raises(DataError, match=r"^cannot read .*train\.npy: Permission denied$"):
+        load("made", tmp_path)
+
+
 def test_loading_names_a_missing_array(tmp_path):
     write("made", {"train": make_split()}, {}, tmp_path)
     (tmp_path / "made" / "train.npy").unlink()
@@ -228,6 +286,14 @@ def test_loading_names_a_missing_array(tmp_path):
         ("{", "", "not valid JSON"),
         ('"class 1"', '"class 0"', "the same name"),
         ('"class_offsets"', '"offsets"', "incomplete"),
+        ('"sha256"', '"sha"', "incomplete"),
+        ('"class 1"', "1", "wrong type"),
+        ('"classes"', '"classes": 3, "was"', "incomplete"),
+        ('"info": {', '"info": [], "was": {', "does not describe"),
+        ('"splits": {', '"splits": {}, "was": {', "lists no split"),
+        ('"splits": {', '"splits": [], "was": {', "does not describe"),
+        ('"class_offsets": [', f'"class_offsets": [{10**30},', "incomplete"),
+        ('"class_offsets": [', '"class_offsets": [[0], [1]], "was": [', "incomplete"),
     ],
 )
 def test_loading_names_damaged_meta_data(tmp_path, old, new, message):
@@ -291,6 +357,12 @@ def test_stored_names_lists_whole_sets_only(tmp_path):
 def test_data_root_is_the_environment_variable(tmp_path, monkeypatch):
     monkeypatch.setenv("WHERETOLEARN_DATA", str(tmp_path))
     assert data_root() == tmp_path
+
+
+def test_a_data_root_in_the_home_of_nobody_is_a_message(monkeypatch):
+    monkeypatch.setenv("WHERETOLEARN_DATA", "~no-such-user/x")
+    with pytest.raises(DataError, match=r"WHERETOLEARN_DATA=~no-such-user/x names no folder"):
+        data_root()
 
 
 def test_data_root_needs_no_platformdirs_when_the_variable_is_set(tmp_path, monkeypatch):

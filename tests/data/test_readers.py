@@ -1,10 +1,14 @@
+import bz2
+import errno
 import gzip
 import io
+import lzma
 import os
 import pickle
 import struct
 import tarfile
 import threading
+import tracemalloc
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -114,14 +118,36 @@ def test_html_page_instead_of_an_archive_is_recognised_in_a_gz(tmp_path, workspa
     [
         (b"\0\0", "cut short"),
         (b"\0\0\x0d\x03" + bytes(12), "not an idx file of 3 dimensions: it starts with 00000d03"),
-        (idx_bytes(np.zeros((2, 3, 3), dtype=np.uint8))[:-1], "33 bytes, where its header"),
-        (idx_bytes(np.zeros((2, 3, 3), dtype=np.uint8)) + b"x", "35 bytes, where its header"),
+        (idx_bytes(np.zeros((2, 3, 3), dtype=np.uint8))[:-1], "asks for 18 bytes, it holds 17"),
+        (idx_bytes(np.zeros((2, 3, 3), dtype=np.uint8)) + b"x", "asks for 18 bytes, it holds more"),
     ],
 )
 def test_idx_header_and_length_are_checked(tmp_path, content, message):
     file = tmp_path / "x-idx3-ubyte"
     file.write_bytes(content)
     with pytest.raises(DataError, match=message):
+        parse_idx(file, 3)
+
+
+@pytest.mark.parametrize("header", [b"bomb", idx_bytes(np.zeros((2, 3, 3), dtype=np.uint8))])
+def test_a_gz_that_holds_far_too_much_is_not_read_whole(tmp_path, header):
+    file = tmp_path / "x-idx3-ubyte.gz"
+    with gzip.open(file, "wb", 1) as out:
+        out.write(header)
+        for _ in range(64):
+            out.write(bytes(1 << 20))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"not an idx file|it holds more"):
+        parse_idx(file, 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_an_idx_header_of_absurd_size_is_damage(tmp_path):
+    file = tmp_path / "x-idx3-ubyte"
+    file.write_bytes(bytes((0, 0, 8, 3)) + b"\xff" * 12 + b"few")
+    with pytest.raises(DataError, match=r"asks for 792281624\d+ bytes, it holds 3$"):
         parse_idx(file, 3)
 
 
@@ -189,6 +215,14 @@ def test_unpacked_omniglot_reads_like_its_zip(tmp_path, workspace):
     np.testing.assert_array_equal(pixels(from_zip), pixels(from_folder))
 
 
+def test_a_drawing_that_is_in_the_zip_twice_counts_once(tmp_path, workspace):
+    name = "images_background/Greek/character01/0001_01.png"
+    blank = png_bytes(np.full((105, 105), 255, dtype=np.uint8))
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        write_omniglot(tmp_path / "images_background.zip", "images_background", {name: blank})
+    assert read_omniglot(tmp_path, workspace, 28)["background"].class_offsets.tolist() == [0, 2, 4, 6]
+
+
 @pytest.mark.parametrize("name", ["../outside.png", "/etc/outside.png", "a/../../b.png", "C:\\outside.png"])
 def test_zip_with_paths_that_lead_outside_is_refused(tmp_path, workspace, name):
     write_omniglot(tmp_path / "images_background.zip", "images_background", {name: b"x"})
@@ -254,6 +288,89 @@ def test_truncated_tar_is_named(tmp_path, workspace):
     file.write_bytes(file.read_bytes()[:-500])
     with pytest.raises(DataError, match=r"x\.tgz: it is cut short or damaged"):
         workspace.unpack(file)
+
+
+def tar_of_images(file: Path, size: int = 3000) -> bytes:
+    """A plain tar of three members whose content does not compress."""
+    content = np.random.default_rng(0).bytes(size)
+    with tarfile.open(file, "w") as archive:
+        for name in ("a/1", "a/2", "a/3"):
+            archive.addfile(member(name, size=len(content)), io.BytesIO(content))
+    return file.read_bytes()
+
+
+MEMBER_BYTES = 512 + 3072
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("harm", ["cut", "bad header", "zeroed header"])
+def test_a_tar_that_lost_members_is_refused(tmp_path, workspace, harm, packed):
+    content = bytearray(tar_of_images(tmp_path / "x.tar"))
+    if harm == "cut":
+        del content[2 * MEMBER_BYTES :]
+    elif harm == "bad header":
+        content[MEMBER_BYTES] ^= 1
+    else:
+        content[MEMBER_BYTES : MEMBER_BYTES + 512] = bytes(512)
+    file = tmp_path / ("x.tar.gz" if packed else "x.tar")
+    file.write_bytes(gzip.compress(content) if packed else content)
+    with pytest.raises(DataError, match=r"x\.tar.*: it is cut short or damaged \((its end|a member's header) is"):
+        workspace.unpack(file)
+
+
+def test_a_flipped_bit_in_a_compressed_tar_is_noticed(tmp_path, workspace):
+    content = bytearray(tar_of_images(tmp_path / "x.tar"))
+    packed = bytearray(gzip.compress(content, compresslevel=0))
+    packed[1500] ^= 1  # inside the stored bytes of the first member
+    (tmp_path / "x.tar.gz").write_bytes(packed)
+    with pytest.raises(DataError, match=r"x\.tar\.gz: it is cut short or damaged \(CRC check failed"):
+        workspace.unpack(tmp_path / "x.tar.gz")
+
+
+def test_a_damaged_bz2_is_not_taken_for_a_full_disk(tmp_path, workspace):
+    packed = bytearray(bz2.compress(tar_of_images(tmp_path / "x.tar", 500_000), 1))
+    packed[len(packed) // 2] ^= 1  # past the blocks that are read when the file is opened
+    (tmp_path / "x.tar.bz2").write_bytes(packed)
+    with pytest.raises(DataError, match=r"x\.tar\.bz2: it is cut short or damaged"):
+        workspace.unpack(tmp_path / "x.tar.bz2")
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.tgz", "x.tar.bz2", "x.tar.xz"])
+def test_good_tars_of_every_kind_are_unpacked(tmp_path, workspace, name):
+    pack = {".tar": bytes, ".tgz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[Path(name).suffix]
+    (tmp_path / name).write_bytes(pack(tar_of_images(tmp_path / "plain.tar")))
+    assert sorted(file.name for file in (workspace.unpack(tmp_path / name) / "a").iterdir()) == ["1", "2", "3"]
+
+
+def test_a_zip_with_a_capital_suffix_is_a_zip(tmp_path, workspace):
+    with zipfile.ZipFile(tmp_path / "X.ZIP", "w") as archive:
+        archive.writestr("a/1", "x")
+    assert (workspace.unpack(tmp_path / "X.ZIP") / "a" / "1").read_text() == "x"
+
+
+def test_a_file_that_is_no_tar_gets_a_short_message(tmp_path, workspace):
+    (tmp_path / "x.tar").write_bytes(b"nothing of the kind" * 100)
+    with pytest.raises(DataError) as caught:
+        workspace.unpack(tmp_path / "x.tar")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("n" * 300,)])
+def test_members_that_cannot_be_stored_are_named(tmp_path, workspace, names):
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for name in names:
+            archive.writestr(name, "x")
+    with pytest.raises(DataError, match=rf"member '{names[-1]}' cannot be stored"):
+        workspace.unpack(tmp_path / "x.zip")
+
+
+def test_an_unreadable_gz_is_not_called_damaged(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(gzip, "open", refuse)
+    with pytest.raises(DataError, match=r"^cannot read .*x\.gz: Permission denied$"):
+        parse_idx(tmp_path / "x.gz", 3)
 
 
 def test_unpacked_files_are_gone_when_the_workspace_closes(tmp_path):
@@ -363,6 +480,8 @@ def test_csv_naming_a_missing_image_gives_line_and_name(tmp_path, workspace):
         ("filename,label\n", "lists no image"),
         ("filename,label\n../secret.jpg,n2\n", r"names \.\./secret\.jpg, which is not in"),
         ("filename,label\nb1.jpg,n3\n", "class n3 is also in split train"),
+        ("filename,label\nb1.jpg,n1\nb1.jpg,n2\n", r"line 3 lists b1\.jpg, which was listed before in class n1"),
+        (f"filename,label\nb1.jpg,{'n' * 200_000}\n", "not a csv file in UTF-8: field larger"),
     ],
 )
 def test_csv_mistakes_are_named(tmp_path, workspace, text, message):
@@ -373,6 +492,27 @@ def test_csv_mistakes_are_named(tmp_path, workspace, text, message):
         (tmp_path / "train.csv").write_text("filename,label\nc1.jpg,n3\n")
     with pytest.raises(DataError, match=message):
         read_mini_imagenet(tmp_path, workspace, 84)
+
+
+def test_an_image_listed_in_two_splits_is_refused(tmp_path, workspace):
+    write_mini_imagenet(tmp_path)
+    (tmp_path / "val.csv").write_text("filename,label\na1.jpg,n3\n")
+    with pytest.raises(DataError, match=r"val\.csv, line 2 lists a1\.jpg, which was listed before in class n1"):
+        read_mini_imagenet(tmp_path, workspace, 84)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_csv_in_another_encoding_is_named(tmp_path, workspace, encoding):
+    write_mini_imagenet(tmp_path)
+    (tmp_path / "train.csv").write_text("filename,label\nb1.jpg,grün\n", encoding=encoding)
+    with pytest.raises(DataError, match=r"train\.csv is not a csv file in UTF-8"):
+        read_mini_imagenet(tmp_path, workspace, 84)
+
+
+def test_csv_may_have_a_byte_order_mark_and_spaces(tmp_path, workspace):
+    write_mini_imagenet(tmp_path)
+    (tmp_path / "train.csv").write_text("filename, label\nb1.jpg, n2\n", encoding="utf-8-sig")
+    assert read_mini_imagenet(tmp_path, workspace, 84)["train"].classes == ("n2",)
 
 
 def test_cub_archive_is_unpacked_and_split_by_class_number(tmp_path, workspace):
@@ -406,7 +546,8 @@ def test_class_folders_make_one_split_in_name_order(tmp_path, workspace):
     save_image(tmp_path / "own" / "zebra" / "1.png", (9, 8, 7))
     save_image(tmp_path / "own" / "ant" / "2.bmp", (1, 2, 3))
     save_image(tmp_path / "own" / "ant" / "1.GIF", 0, mode="L")
-    (tmp_path / "own" / "ant" / "notes.txt").write_text("not an image")
+    for other in ("notes.txt", "film.mpg", "data.h5", "page.eps"):
+        (tmp_path / "own" / "ant" / other).write_text("not an image")
     (tmp_path / "own" / "ant" / "._1.png").write_text("litter")
     splits = read_class_folders(tmp_path / "own", workspace, SHAPE)
     assert list(splits) == ["all"]
@@ -520,7 +661,7 @@ def test_a_corrupt_image_is_named(tmp_path):
 def test_a_file_that_is_no_image_is_named(tmp_path):
     file = tmp_path / "page.png"
     file.write_text("<html></html>")
-    with pytest.raises(DataError, match=r"cannot read the image .*page\.png"):
+    with pytest.raises(DataError, match=r"cannot read the image .*page\.png: its content is of no known kind$"):
         decode(file_picture(file), 8, 8, 3)
 
 

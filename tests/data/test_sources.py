@@ -1,5 +1,8 @@
+import errno
 import gzip
+import os
 import re
+import zipfile
 from collections import Counter
 
 import numpy as np
@@ -54,6 +57,21 @@ def test_cars_has_49_test_classes():
     assert cars_split("AM General Hummer SUV 2000") == "train"
 
 
+def test_cars_test_classes_are_known_in_other_spellings():
+    assert cars_split("acura_tl_type-s_2008") == "test"
+    assert cars_split("acura_tl_type-s_2009") == "train"
+
+
+@pytest.mark.parametrize("names", [("a", "b"), tuple(f"Car {number}" for number in range(148))])
+def test_cars_whose_test_classes_cannot_be_told_are_refused(tmp_path, names):
+    test = sorted(cars_test_classes())[:20] if len(names) > 2 else []
+    for name in (*names, *test):
+        (tmp_path / "cars" / name.replace("/", "-")).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "cars" / name.replace("/", "-") / "1.png")
+    with pytest.raises(DataError, match=rf"only {len(test)} of the 49 test classes of Cars"):
+        install.add("cars", tmp_path / "cars", root=tmp_path / "cache")
+
+
 def write_cars(folder):
     for name, shade in (("Acura TL Type-S 2008", 30), ("AM General Hummer SUV 2000", 200)):
         (folder / name).mkdir(parents=True)
@@ -79,12 +97,13 @@ def test_a_set_of_ones_own_has_the_size_and_channels_asked_for(tmp_path):
 
 def test_a_known_set_has_one_size_only(tmp_path):
     with pytest.raises(DataError, match="cars is always 84 x 84 x 3"):
-        install.add("cars", tmp_path, root=tmp_path / "cache", size=32)
+        install.add("cars", tmp_path / "cars", root=tmp_path / "cache", size=32)
 
 
 def test_a_known_name_with_a_strange_layout_is_told_the_expected_one(tmp_path):
+    (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"(?s)does not hold.*omniglot expects a folder with images_background"):
-        install.add("omniglot", tmp_path, root=tmp_path / "cache")
+        install.add("omniglot", tmp_path / "empty", root=tmp_path / "cache")
 
 
 def test_adding_a_file_that_is_no_archive_is_refused(tmp_path):
@@ -104,8 +123,24 @@ def test_a_corrupt_image_leaves_no_trace_of_the_set(tmp_path):
 def test_the_embedded_name_is_reserved(tmp_path):
     with pytest.raises(DataError, match="embedded set"):
         install.add("glyphs", tmp_path, root=tmp_path)
-    with pytest.raises(DataError, match="needs no download"):
-        install.get("glyphs", root=tmp_path)
+
+
+def test_an_image_in_an_archive_is_named_by_archive_and_member(tmp_path):
+    with zipfile.ZipFile(tmp_path / "mine.zip", "w") as archive:
+        archive.writestr("ant/1.png", b"junk")
+    with pytest.raises(DataError, match=r"cannot read the image .*mine\.zip:ant/1\.png: "):
+        install.add("mine", tmp_path / "mine.zip", root=tmp_path / "cache")
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    write_cars(tmp_path / "mine")
+
+    def refuse(folder):
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"^cannot read .*mine.*: Permission denied$"):
+        install.add("mine", tmp_path / "mine", root=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", ["mini-imagenet", "tiered-imagenet", "cars"])

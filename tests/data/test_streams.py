@@ -54,6 +54,12 @@ def test_a_task_cannot_show_more_images_than_there_are() -> None:
         streams.rotations(999, seed=0)
 
 
+@pytest.mark.parametrize("images", [torch.rand(2, 30), torch.rand(2, 4, 4), torch.ones(2, 16, dtype=torch.uint8)])
+def test_rotation_refuses_what_is_not_flat_square_and_float(images: torch.Tensor) -> None:
+    with pytest.raises(DataError, match="turn"):
+        Rotation(30.0)(images)
+
+
 def test_rotation_angles_lie_in_the_slice_of_their_task() -> None:
     for seed in range(20):
         angles = [task.transform.degrees for task in streams.rotations(10, examples=10, seed=seed)]
@@ -129,6 +135,11 @@ def test_split_refuses_uneven_tasks_and_unknown_orders() -> None:
         streams.split_classes(LABELS, classes_per_task=3, seed=0)
     with pytest.raises(ConfigError, match="'random'; choose one of fixed, shuffled"):
         streams.split_classes(LABELS, seed=0, order="random")
+
+
+def test_batches_of_no_task_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1 task"):
+        streams.batches([], seed=0)
 
 
 def test_batches_cover_each_task_once_per_epoch() -> None:
@@ -247,6 +258,20 @@ def test_osaka_names_a_source_that_does_not_fit() -> None:
         streams.osaka([SOURCES[0], SOURCES[1][:10]], weights=(0.5, 0.5), p=0.9, seed=0, names=["o", "fashion-mnist"])
     with pytest.raises(DataError, match="source 0: class 0 has 4 images; 5 per class"):
         streams.osaka([np.arange(0, 81, 4)], weights=(1.0,), p=0.9, seed=0)
+
+
+def test_osaka_needs_sources_and_a_name_for_each() -> None:
+    with pytest.raises(ConfigError, match="at least 1 source"):
+        streams.osaka([], weights=(), p=0.9, seed=0)
+    with pytest.raises(ConfigError, match="names must be 3, one per source, not 2"):
+        streams.osaka(SOURCES, p=0.9, seed=0, names=["omniglot", "mnist"])
+
+
+def test_osaka_draws_images_independently_of_classes() -> None:
+    # One source whose classes hold as many images as there are classes: a shared key would tie the two draws.
+    stream = streams.osaka([np.arange(0, 401, 20)], weights=(1.0,), p=0.0, ways=1, shots=1, steps=10_000, seed=0)
+    pairs = stream.classes[:, 0] * 20 + stream.images[:, 0] % 20
+    assert is_even(pairs.bincount(minlength=400))
 
 
 def test_osaka_checks_its_probabilities() -> None:

@@ -88,6 +88,12 @@ def test_other_angles_agree_with_pillow(degrees: float) -> None:
     torch.testing.assert_close(actual, torch.from_numpy(np.array(expected)), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("images", [torch.full((1, 9, 9), 200, dtype=torch.uint8), torch.rand(9, 9)])
+def test_only_float_images_are_turned(images: torch.Tensor) -> None:
+    with pytest.raises(DataError, match="must be float"):
+        rotate(images, 30.0)
+
+
 def test_what_turns_in_from_outside_is_zero() -> None:
     turned = rotate(torch.ones(1, 21, 21), 45.0)[0]
     assert turned[0, 0] == 0

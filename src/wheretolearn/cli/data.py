@@ -1,5 +1,6 @@
 """``wheretolearn data``: list, get, add, check and look at image sets."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -8,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from wheretolearn.cli.progress import progress_bar
-from wheretolearn.data import image_set, install
+from wheretolearn.data import glyphs, image_set, install
 from wheretolearn.data.contact_sheet import draw_contact_sheet
 from wheretolearn.data.image_set import ImageSet, human_bytes
-from wheretolearn.data.load import load_set
+from wheretolearn.data.load import check_known, load_set
 from wheretolearn.data.sources import SOURCES
 from wheretolearn.errors import DataError
 
@@ -33,24 +34,29 @@ def list_sets() -> None:
         right = heading in ("images", "here")
         table.add_column(heading, justify="right" if right else "left", no_wrap=heading != "licence")
     stored = image_set.stored_names()
-    if install.EMBEDDED not in stored:
-        table.add_row(install.EMBEDDED, "1000", "20,000", "28x28x1", "drawn at first use", "embedded")
-    for name in [*SOURCES, *(name for name in stored if name not in SOURCES)]:
+    known = [install.EMBEDDED, *SOURCES]
+    for name in [*known, *(name for name in stored if name not in known)]:
         table.add_row(name, *(_stored_row(name) if name in stored else _absent_row(name)))
     Console().print(table)
 
 
 @app.command("get")
 def get_set(name: SetName, force: Force = False) -> None:
-    """Download a known set from its publisher, check it and store it. A broken download is resumed."""
+    """Download a known set from its publisher, check it and store it. A broken download is resumed.
+
+    The embedded set, glyphs, is drawn instead.
+    """
     if image_set.exists(name) and not force:
         typer.echo(f"{name} is already here (--force gets it again)")
         return
-    with (
-        progress_bar(f"downloading {name}") as downloading,
-        progress_bar(f"converting {name}") as converting,
-    ):
-        stored = install.get(name, downloading=downloading, converting=converting)
+    with ExitStack() as first_bar, progress_bar(f"converting {name}") as converting:
+        downloading = first_bar.enter_context(progress_bar(f"downloading {name}"))
+
+        def convert(done: int, total: int) -> None:
+            first_bar.close()  # one bar at a time
+            converting(done, total)
+
+        stored = install.get(name, downloading=downloading, converting=convert)
     typer.echo(_summary(stored))
 
 
@@ -58,10 +64,8 @@ def get_set(name: SetName, force: Force = False) -> None:
 def add_set(
     name: SetName,
     path: Annotated[Path, typer.Argument(help="The folder (or archive) that holds the files.")],
-    size: Annotated[int | None, typer.Option(help="Side in pixels of a set of your own [default: 84].", min=1)] = None,
-    channels: Annotated[
-        int | None, typer.Option(help="3 for colour or 1 for grey, in a set of your own [default: 3].")
-    ] = None,
+    size: Annotated[int | None, typer.Option(help="Side in pixels of a set of your own (84).", min=1)] = None,
+    channels: Annotated[int | None, typer.Option(help="3 for colour or 1 for grey, in a set of your own (3).")] = None,
     force: Force = False,
 ) -> None:
     """Store a set from files you have.
@@ -87,6 +91,7 @@ def check_sets(
     damaged = []
     for each in names:
         try:
+            check_known(each)
             with progress_bar(f"checking {each}") as checking:
                 checked = image_set.check(each, progress=checking)
         except DataError as error:
@@ -121,8 +126,9 @@ def _summary(stored: ImageSet) -> str:
     splits = ", ".join(
         f"{name} {len(split.classes)} classes {len(split.images)} images" for name, split in stored.splits.items()
     )
-    partial = " (a subset)" if stored.info.get("complete") is False else ""
-    return f"{stored.name}: {splits}{partial}"
+    partial = f" (a subset: {stored.info.get('classes')})" if stored.info.get("complete") is False else ""
+    ignored = stored.info.get("ignored_files")
+    return f"{stored.name}: {splits}{partial}" + (f" (other files ignored: {ignored})" if ignored else "")
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -141,10 +147,16 @@ def _stored_row(name: str) -> tuple[str, str, str, str, str]:
     count = f"{images:,}" if source is None or images == source.images else f"{images:,} of {source.images:,}"
     shape = _shape(next(iter(stored.splits.values())).images.shape[1:])
     licence = source.licence if source is not None else str(stored.info.get("licence", "your own"))
+    if name == install.EMBEDDED:
+        licence = "embedded"
     return classes, count, shape, human_bytes(image_set.stored_bytes(name)), licence
 
 
 def _absent_row(name: str) -> tuple[str, str, str, str, str]:
+    if name == install.EMBEDDED:
+        classes = sum(map(len, glyphs.split_members().values()))
+        shape = _shape((glyphs.SIDE, glyphs.SIDE, 1))
+        return f"{classes}", f"{classes * glyphs.DRAWINGS:,}", shape, "drawn at first use", "embedded"
     source = SOURCES[name]
     here = "no" if source.files else "no (add it)"
     return f"{source.classes}", f"{source.images:,}", _shape(source.image_shape), here, source.licence

@@ -1,12 +1,12 @@
 """Archives from strangers: every member is checked before it is read or written."""
 
+import errno
 import gzip
 import lzma
+import os
 import re
-import shutil
 import stat
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -14,9 +14,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from wheretolearn.data.image_set import storage_error
+from wheretolearn.data.image_set import storage_error, temporary_folder
 from wheretolearn.errors import DataError
 
+BLOCK = 1 << 20
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 # What a cut or altered archive raises, depending on where it was cut.
@@ -28,6 +29,8 @@ DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
 )
+# What a member gets whose name is too long, or the same as that of a folder.
+UNUSABLE_NAME = (errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR)
 
 
 class Workspace(ExitStack):
@@ -36,6 +39,7 @@ class Workspace(ExitStack):
     def __init__(self, scratch: Path) -> None:
         super().__init__()
         self.scratch = scratch  # where archives are unpacked: the cache, as /tmp may be too small
+        self._unpacked: dict[Path, Path] = {}
 
     def open_zip(self, file: Path) -> zipfile.ZipFile:
         """A zip file whose member names have all been checked."""
@@ -48,22 +52,28 @@ class Workspace(ExitStack):
     def unpack(self, file: Path) -> Path:
         """A temporary folder that holds the files of an archive."""
         try:
-            self.scratch.mkdir(parents=True, exist_ok=True)
-            folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix=".unpack-", dir=self.scratch)))
+            folder = self.enter_context(temporary_folder(self.scratch, "unpack"))
         except OSError as error:
             raise storage_error(f"unpack {file.name}", self.scratch, None, error) from error
-        if file.suffix == ".zip":
+        self._unpacked[folder] = file
+        if file.suffix.lower() == ".zip":
             self._unpack_zip(file, folder)
         else:
             self._unpack_tar(file, folder)
         return folder
+
+    def name_members(self, text: str) -> str:
+        """A message with ``archive:member`` in place of the temporary path where a member was unpacked."""
+        for folder, file in reversed(self._unpacked.items()):
+            text = text.replace(f"{folder}{os.sep}", f"{file}:").replace(str(folder), str(file))
+        return text
 
     def _unpack_zip(self, file: Path, folder: Path) -> None:
         archive = self.open_zip(file)
         for member in archive.infolist():
             if not member.is_dir() and not is_hidden(member.filename):
                 with damage_reported(file), archive.open(member) as stream:
-                    self._copy(file, stream, folder / member.filename)
+                    self._copy(file, stream, folder, member.filename)
 
     def _unpack_tar(self, file: Path, folder: Path) -> None:
         with damage_reported(file), tarfile.open(file) as archive:
@@ -74,16 +84,26 @@ class Workspace(ExitStack):
                 stream = archive.extractfile(member) if member.isreg() else None
                 if stream is None:
                     raise _refused(file, member.name, "is a link or a device")
-                self._copy(file, stream, folder / member.name)
+                self._copy(file, stream, folder, member.name)
+            _check_tar_end(archive)
 
-    def _copy(self, file: Path, stream: IO[bytes], target: Path) -> None:
+    def _copy(self, file: Path, stream: IO[bytes], folder: Path, member: str) -> None:
+        target = folder / member
+        with ExitStack() as closing:
+            with self._storing(file, member):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                out = closing.enter_context(target.open("wb"))
+            while block := stream.read(BLOCK):  # its errors are the archive's
+                with self._storing(file, member):
+                    out.write(block)
+
+    @contextmanager
+    def _storing(self, file: Path, member: str) -> Iterator[None]:
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as out:
-                shutil.copyfileobj(stream, out, 1 << 20)
-        except gzip.BadGzipFile:  # an OSError, but of the archive
-            raise
+            yield
         except OSError as error:
+            if error.errno in UNUSABLE_NAME:
+                raise _refused(file, member, f"cannot be stored ({error.strerror})") from error
             needed = 2 * file.stat().st_size
             raise storage_error(f"unpack {file.name}", self.scratch, needed, error) from error
 
@@ -118,10 +138,13 @@ def damage_reported(file: Path) -> Iterator[None]:
     """Turn what a broken archive raises into an error that names it."""
     try:
         yield
-    except DAMAGE as error:
+    except (*DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the file, not of what is in it
+            raise DataError(f"cannot read {file}: {error.strerror}") from error
         with file.open("rb") as stream:
             page = looks_like_web_page(stream.read(512))
-        reason = "it is a web page, not an archive" if page else f"it is cut short or damaged ({error})"
+        detail = str(error).partition("\n")[0].rstrip(":")
+        reason = "it is a web page, not an archive" if page else f"it is cut short or damaged ({detail})"
         raise DataError(f"cannot read {file}: {reason}.\nDownload it again.") from error
     except RuntimeError as error:  # zipfile's answer to a password
         raise DataError(f"cannot read {file}: {error}") from error
@@ -131,6 +154,23 @@ def _check_zip_member(file: Path, member: zipfile.ZipInfo) -> None:
     check_member_name(file, member.filename)
     if stat.S_ISLNK(member.external_attr >> 16):
         raise _refused(file, member.filename, "is a link")
+
+
+def _check_tar_end(archive: tarfile.TarFile) -> None:
+    """Nothing but zeros may follow the last member: ``tarfile`` takes a damaged header for the end.
+
+    Reading on to the end of the file also has a compressed archive's checksum compared.
+    """
+    stream = archive.fileobj
+    assert stream is not None
+    stream.seek(archive.offset)
+    block = stream.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE:
+        raise tarfile.ReadError("its end is missing")
+    while block:
+        if block.strip(b"\0"):
+            raise tarfile.ReadError("a member's header is damaged")
+        block = stream.read(BLOCK)
 
 
 def _refused(file: Path, member: str, why: str) -> DataError:

@@ -152,6 +152,8 @@ def _receive(
     if file.size is not None and done > file.size:
         part.unlink()
         raise _GiveUpError(f"it sends more than the {file.size} bytes of the published file")
+    if file.size is not None and announced is not None and done == announced < file.size:
+        raise _TryAgainError(f"it sends only {done} of the {file.size} bytes of the published file")
     if total is not None and done < total:
         raise _TryAgainError(f"the transfer stopped after {done} of {total} bytes")
     return have > 0

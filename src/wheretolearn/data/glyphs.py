@@ -29,7 +29,7 @@ from wheretolearn.data.image_set import Images, ImageSet, ImageSplit
 from wheretolearn.errors import ConfigError, DataError
 
 NAME = "glyphs"
-GENERATOR = 1  # raise it whenever a drawing changes, so that cached copies are made anew
+GENERATOR = 2  # raise it whenever a drawing changes, so that cached copies are made anew
 SEED = 0
 DRAWINGS = 20
 SIDE = 28
@@ -114,6 +114,11 @@ def load(root: Path | None = None, progress: Callable[[int, int], None] | None =
         if cached is None:
             raise
         return cached
+
+
+def make(root: Path | None = None, progress: Callable[[int, int], None] | None = None) -> ImageSet:
+    """Draw the set and cache it, whether or not a copy is there."""
+    return image_set.write(NAME, draw(SEED, DRAWINGS, progress), _info(), root)
 
 
 def draw(

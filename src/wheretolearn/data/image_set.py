@@ -8,11 +8,13 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,7 +81,10 @@ def data_root() -> Path:
     """The folder that holds cached sets: ``WHERETOLEARN_DATA``, else the platform's cache folder."""
     chosen = os.environ.get("WHERETOLEARN_DATA")
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:  # ~someone, who has no home here
+            raise DataError(f"WHERETOLEARN_DATA={chosen} names no folder: {error}") from error
     try:
         import platformdirs
     except ImportError:
@@ -98,13 +103,48 @@ def check_name(name: str) -> str:
 
 def exists(name: str, root: Path | None = None) -> bool:
     """Whether a set of this name is cached."""
-    return (_folder(name, root) / "meta.json").is_file()
+    folder = _folder(name, root)
+    _restore(folder)
+    return (folder / "meta.json").is_file()
 
 
 def stored_names(root: Path | None = None) -> list[str]:
     """The names of all cached sets, sorted."""
     folder = data_root() if root is None else root
     return sorted(meta.parent.name for meta in folder.glob("[a-z0-9]*/meta.json"))
+
+
+def check_target(name: str, root: Path | None = None) -> Path:
+    """The folder of a set to be written, if replacing it would delete nothing but a set."""
+    folder = _folder(name, root)
+    if folder.is_dir():
+        names = {entry.name for entry in folder.iterdir()}
+        foreign = sorted(entry for entry in names if entry != "meta.json" and not entry.endswith(".npy"))
+        if not names or ("meta.json" in names and not foreign):
+            return folder
+        found = f"it holds {foreign[0]}" if foreign else "it has no meta.json"
+    elif folder.exists():
+        found = "it is a file"
+    else:
+        return folder
+    raise DataError(
+        f"{folder} is in the way of image set {name!r} and is not one itself: {found}. It was left as it is.\n"
+        "Move it, or set WHERETOLEARN_DATA to a folder elsewhere."
+    )
+
+
+@contextmanager
+def temporary_folder(root: Path, label: str) -> Iterator[Path]:
+    """A new hidden folder below ``root``, gone afterwards; what killed processes left there goes too."""
+    root.mkdir(parents=True, exist_ok=True)
+    for entry in root.glob(".*.tmp-*"):
+        if _is_leftover(entry):
+            shutil.rmtree(entry, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{label}.tmp-{os.getpid()}@{platform.node()}-", dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write(
@@ -117,52 +157,47 @@ def write(
     """Store a set, replacing one of the same name, and load it.
 
     Splits are arrays in memory (``ImageSplit``) or arrive in batches (``SplitStream``). Whatever goes wrong,
-    nothing half-written is left behind and an earlier copy stays as it was. ``progress`` counts images.
+    nothing half-written is left behind and an earlier copy stays as it was. A folder of that name that is
+    not a set is refused. ``progress`` counts images.
     """
     root = data_root() if root is None else root
-    target = _folder(name, root)
+    target = check_target(name, root)
     streams = {split: _as_stream(name, split, given) for split, given in splits.items()}
     if not streams:
         raise DataError(f"{name}: a set needs at least one split")
     total = sum(_image_count(stream) for stream in streams.values())
     needed = sum(_image_count(stream) * int(np.prod(stream.image_shape)) for stream in streams.values())
-    temporary: Path | None = None
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        _remove_stale(name, root)
-        if shutil.disk_usage(root).free < needed:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        temporary = Path(tempfile.mkdtemp(prefix=f".{name}.tmp-", dir=root))
-        done = 0
-        described = {}
-        for split, stream in streams.items():
+        with temporary_folder(root, name) as temporary:
+            if shutil.disk_usage(root).free < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            done = 0
+            described = {}
+            for split, stream in streams.items():
 
-            def tick(count: int, before: int = done) -> None:
-                if progress is not None:
-                    progress(before + count, total)
+                def tick(count: int, before: int = done) -> None:
+                    if progress is not None:
+                        progress(before + count, total)
 
-            described[split] = _write_split(temporary / f"{split}.npy", f"{name}/{split}", stream, tick)
-            done += _image_count(stream)
-        meta = {
-            "format": FORMAT,
-            "name": name,
-            "info": {
-                "written": datetime.now(UTC).isoformat(timespec="seconds"),
-                "written_by": f"wheretolearn {__version__}",
-                **info,
-            },
-            "splits": described,
-        }
-        _write_durably(temporary / "meta.json", [json.dumps(meta, indent=1, ensure_ascii=False).encode()])
-        temporary.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
-        _sync_folder(temporary)
-        _swap_in(temporary, target)
-        _sync_folder(root)
+                described[split] = _write_split(temporary / f"{split}.npy", f"{name}/{split}", stream, tick)
+                done += _image_count(stream)
+            meta = {
+                "format": FORMAT,
+                "name": name,
+                "info": {
+                    "written": datetime.now(UTC).isoformat(timespec="seconds"),
+                    "written_by": f"wheretolearn {__version__}",
+                    **info,
+                },
+                "splits": described,
+            }
+            _write_durably(temporary / "meta.json", [json.dumps(meta, indent=1, ensure_ascii=False).encode()])
+            temporary.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
+            _sync_folder(temporary)
+            _swap_in(temporary, target)
+            _sync_folder(root)
     except OSError as error:
         raise storage_error(f"store {name}", root, needed, error) from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
     return load(name, root)
 
 
@@ -353,21 +388,41 @@ def _restore(target: Path) -> None:
     """Bring back a set that stepped aside for a writer that then died."""
     aside = _aside(target)
     if not target.exists() and aside.exists():
-        aside.rename(target)
+        with suppress(OSError):  # a cache that may only be read
+            aside.rename(target)
 
 
-def _remove_stale(name: str, root: Path) -> None:
-    """Remove temporary folders that a killed process left behind."""
-    for folder in root.glob(f".{name}.tmp-*"):
-        if time.time() - folder.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+def _is_leftover(folder: Path) -> bool:
+    """Whether a temporary folder's process is dead; of another machine's, only its age can tell."""
+    named = re.fullmatch(r"\..+\.tmp-(\d+)@(.*)-[a-z0-9_]+", folder.name)
+    if named is None:
+        return False
+    if named[2] == platform.node() and not _is_running(int(named[1])):
+        return True
+    try:
+        return time.time() - folder.stat().st_mtime > STALE_SECONDS
+    except OSError:  # its process has just removed it
+        return False
+
+
+def _is_running(process: int) -> bool:
+    if os.name == "nt":  # signal 0 is not a question there
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def _damaged(file: Path, reason: str) -> DataError:
     name = file.parent.name
     return DataError(
         f"{file} is damaged: {reason}.\n"
-        f"Make it again with `wheretolearn data get {name} --force` or `data add {name} PATH --force`."
+        f"Make it again with `wheretolearn data get {name} --force`, or from files of your own with "
+        f"`wheretolearn data add {name} PATH --force`."
     )
 
 
@@ -385,10 +440,12 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise DataError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
         raise _damaged(file, f"it is not valid JSON ({error})") from error
-    if not isinstance(meta, dict) or not isinstance(meta.get("splits"), dict) or "info" not in meta:
+    if not isinstance(meta, dict) or not all(isinstance(meta.get(key), dict) for key in ("splits", "info")):
         raise _damaged(file, "it does not describe an image set")
     if meta.get("format") != FORMAT:
         raise _damaged(file, f"it has format {meta.get('format')!r}, not {FORMAT}")
+    if not meta["splits"]:
+        raise _damaged(file, "it lists no split")
     return meta
 
 
@@ -398,14 +455,19 @@ def _load_split(folder: Path, split: str, record: dict[str, Any]) -> ImageSplit:
         offsets = np.asarray(record["class_offsets"], dtype=np.int64)
         classes, groups = tuple(record["classes"]), tuple(record["groups"])
         shape = tuple(record["shape"])
+        texts = (record["sha256"], *classes, *groups)
+        if offsets.ndim != 1 or len(shape) != 4 or not all(isinstance(text, str) for text in texts):
+            raise ValueError("a value has the wrong type")
         problem = _offsets_problem(offsets, classes, groups)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _damaged(meta, f"the record of split {split!r} is incomplete ({error})") from error
     if problem:
         raise _damaged(meta, f"split {split!r}: {problem}")
     file = folder / f"{split}.npy"
     try:
         images = np.load(file, mmap_mode="r")
+    except PermissionError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from error
     except (OSError, ValueError, EOFError) as error:
         raise _damaged(file, str(error).splitlines()[0]) from error
     if images.dtype != np.uint8 or images.shape != shape or offsets[-1] != len(images):

@@ -1,20 +1,21 @@
 """Bring an image set into the cache: from its publisher (``get``) or from files at hand (``add``)."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wheretolearn.data import image_set
-from wheretolearn.data.archives import Workspace, is_archive
+from wheretolearn.data import glyphs, image_set
+from wheretolearn.data.archives import Workspace, is_archive, is_hidden
 from wheretolearn.data.download import download
 from wheretolearn.data.image_set import ImageSet, Progress
 from wheretolearn.data.readers import LayoutError, Reader, Splits, read_class_folders
 from wheretolearn.data.sources import SOURCES, Source, find
 from wheretolearn.errors import DataError
 
-EMBEDDED = "glyphs"  # drawn on this machine at first use
+EMBEDDED = glyphs.NAME  # drawn on this machine at first use
 DOWNLOADS = "_downloads"  # below the cache; no set can have this name
 DEFAULT_SIZE = 84
 
@@ -28,17 +29,18 @@ def get(
 ) -> ImageSet:
     """Download a known set, convert and store it; the downloaded files are removed afterwards.
 
-    ``downloading`` counts bytes over all files, ``converting`` counts images.
+    The embedded set is drawn instead. ``downloading`` counts bytes over all files, ``converting`` counts images.
     """
+    root = image_set.data_root() if root is None else root
+    image_set.check_target(name, root)
     if name == EMBEDDED:
-        raise DataError(f"{name} needs no download: it is drawn on this machine when it is first used")
+        return glyphs.make(root, converting)
     source = find(name)
     if not source.files:
         raise DataError(
             f"{name} cannot be downloaded freely: {source.obtain} ({source.home}).\n"
             f"Then `wheretolearn data add {name} FOLDER`, where FOLDER holds {source.layout}."
         )
-    root = image_set.data_root() if root is None else root
     folder = root / DOWNLOADS / name
     total = sum(file.size or 0 for file in source.files)
     done = 0
@@ -72,8 +74,10 @@ def add(
     if name == EMBEDDED:
         raise DataError(f"{name} is the name of the embedded set; choose another")
     root = image_set.data_root() if root is None else root
-    if not path.exists():
-        raise DataError(f"{path} does not exist")
+    target = image_set.check_target(name, root).resolve()
+    place = path.resolve()
+    if place.is_relative_to(target) or target.is_relative_to(place):
+        raise DataError(f"{path} cannot become image set {name!r}, which will be stored in {target}: keep them apart")
     if name not in SOURCES:
         size = DEFAULT_SIZE if size is None else size
         channels = 3 if channels is None else channels
@@ -102,16 +106,30 @@ def _convert(
     progress: Progress | None,
     source: Source | None,
 ) -> ImageSet:
-    with Workspace(root) as workspace:
+    with Workspace(root) as workspace, _explained(workspace, path):
         if path.is_dir():
             folder = path
+        elif not path.exists():
+            raise DataError(f"{path} does not exist")
         elif is_archive(path):
             folder = workspace.unpack(path)
         else:
             raise DataError(f"{path} is neither a folder nor an archive (.zip, .tar, .tar.gz, .tgz)")
         splits = reader(folder, workspace)
-        coverage = {} if source is None else _coverage(source, splits)
-        return image_set.write(name, splits, {**info, **coverage, "made_from": str(path.resolve())}, root, progress)
+        share = _ignored(folder, splits) if source is None else _coverage(source, splits)
+        return image_set.write(name, splits, {**info, **share, "made_from": str(path.resolve())}, root, progress)
+
+
+@contextmanager
+def _explained(workspace: Workspace, path: Path) -> Iterator[None]:
+    """Errors of a conversion as messages that name the user's files."""
+    try:
+        yield
+    except DataError as error:
+        raise type(error)(workspace.name_members(str(error))) from error
+    except OSError as error:
+        where = workspace.name_members(str(error.filename or path))
+        raise DataError(f"cannot read {where}: {error.strerror or error}") from error
 
 
 def _published_info(source: Source) -> dict[str, Any]:
@@ -122,6 +140,14 @@ def _published_info(source: Source) -> dict[str, Any]:
         "convention": source.convention,
     }
     return {**info, "note": source.note} if source.note else info
+
+
+def _ignored(folder: Path, splits: Splits) -> dict[str, Any]:
+    """How many files of class folders are not in the set: loose or nested images, and other kinds of files."""
+    names = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    files = sum(not is_hidden(name) for name in names)
+    ignored = files - sum(int(stream.class_offsets[-1]) for stream in splits.values())
+    return {"ignored_files": ignored} if ignored > 0 else {}
 
 
 def _coverage(source: Source, splits: Splits) -> dict[str, Any]:

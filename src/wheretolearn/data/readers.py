@@ -7,6 +7,7 @@ found. Nothing is decoded until the streams are consumed.
 import csv
 import gzip
 import io
+import math
 import os
 import pickle
 import struct
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from wheretolearn.data.archives import Workspace, damage_reported, is_hidden
 from wheretolearn.data.image_set import BATCH_IMAGES, Images, SplitStream
@@ -44,6 +45,9 @@ CIFAR10_CLASSES = (
     *("dog", "frog", "horse", "ship", "truck"),
 )
 DECODE_CHUNK = 64
+READ_BLOCK = 1 << 20
+# Pillow also lays claim to suffixes of films, documents and data: .mpg, .eps, .h5.
+IMAGE_FORMATS = {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP"}
 
 
 class LayoutError(DataError):
@@ -175,17 +179,22 @@ def parse_idx(file: Path, dimensions: int) -> Images:
     """A uint8 idx file, its magic number, dimensions and length checked."""
     opener = gzip.open if file.suffix == ".gz" else open
     with damage_reported(file), opener(file, "rb") as stream:
-        content: bytes = stream.read()
-    header = 4 + 4 * dimensions
-    if len(content) < header:
-        raise DataError(f"{file} is cut short: {len(content)} bytes, less than an idx header")
-    if content[:4] != bytes((0, 0, 8, dimensions)):
-        raise DataError(f"{file} is not an idx file of {dimensions} dimensions: it starts with {content[:4].hex()}")
-    shape = struct.unpack(f">{dimensions}I", content[4:header])
-    expected = header + int(np.prod(shape, dtype=np.int64))
+        size = 4 + 4 * dimensions
+        header: bytes = stream.read(size)
+        if len(header) < size:
+            raise DataError(f"{file} is cut short: {len(header)} bytes, less than an idx header")
+        if header[:4] != bytes((0, 0, 8, dimensions)):
+            raise DataError(f"{file} is not an idx file of {dimensions} dimensions: it starts with {header[:4].hex()}")
+        shape = struct.unpack(f">{dimensions}I", header[4:])
+        expected = math.prod(shape)
+        # A small gz can hold gigabytes: in blocks, and no further than the byte that is too much.
+        content = bytearray()
+        while block := stream.read(min(READ_BLOCK, expected + 1 - len(content))):
+            content += block
     if len(content) != expected:
-        raise DataError(f"{file} is damaged: {len(content)} bytes, where its header {shape} asks for {expected}")
-    return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)
+        held = "more" if len(content) > expected else f"{len(content)}"
+        raise DataError(f"{file} is damaged: its header {shape} asks for {expected} bytes, it holds {held}")
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
 def read_omniglot(folder: Path, workspace: Workspace, size: int) -> Splits:
@@ -273,9 +282,10 @@ def read_mini_imagenet(folder: Path, workspace: Workspace, size: int) -> Splits:
     present = {entry.name for entry in os.scandir(images)}
     splits: Splits = {}
     split_of: dict[str, str] = {}
+    class_of: dict[str, str] = {}
     for split, name in lists.items():
         if (folder / name).is_file():
-            classes = _read_class_list(folder / name, images, present)
+            classes = _read_class_list(folder / name, images, present, class_of)
             for label in classes:
                 if split_of.setdefault(label, split) != split:
                     raise DataError(f"{folder / name}: class {label} is also in split {split_of[label]}")
@@ -397,6 +407,8 @@ def _opened(picture: Picture) -> Iterator[Image.Image]:
             yield image
     except DataError:
         raise
+    except UnidentifiedImageError as error:  # whose text names a buffer
+        raise DataError(f"cannot read the image {picture.name}: its content is of no known kind") from error
     except Exception as error:  # Pillow's decoders raise many kinds for a damaged file
         raise DataError(f"cannot read the image {picture.name}: {error}") from error
 
@@ -463,26 +475,26 @@ def _zip_pictures(file: Path, workspace: Workspace) -> list[tuple[str, Picture]]
         with damage_reported(file):
             return archive.read(name)
 
-    names = [name for name in archive.namelist() if name.endswith(".png") and not is_hidden(name)]
+    # A name may occur twice: the last one counts, as in unpacking.
+    names = {name: None for name in archive.namelist() if name.endswith(".png") and not is_hidden(name)}
     return [(name, Picture(f"{file}:{name}", partial(read, name))) for name in names]
 
 
-def _read_class_list(file: Path, images: Path, present: set[str]) -> dict[str, list[Picture]]:
-    """Pictures by class, from a csv file with columns ``filename`` and ``label``."""
+def _read_class_list(file: Path, images: Path, present: set[str], class_of: dict[str, str]) -> dict[str, list[Picture]]:
+    """Pictures by class, from a csv file with columns ``filename`` and ``label``.
+
+    ``class_of`` collects the class of every image over all lists: each may be listed once.
+    """
     classes = defaultdict(list)
     missing = []
-    with file.open(newline="", encoding="utf-8") as stream:
-        rows = csv.DictReader(stream)
-        if not {"filename", "label"} <= set(rows.fieldnames or ()):
-            raise DataError(f"{file}: the first line must name the columns filename,label")
-        for row in rows:
-            name, label = row["filename"], row["label"]
-            if not name or not label:
-                raise DataError(f"{file}, line {rows.line_num}: expected filename,label")
-            if name not in present:
-                missing.append((rows.line_num, name))
-                continue
-            classes[label].append(file_picture(images / name))
+    for line, name, label in _csv_rows(file):
+        if name not in present:
+            missing.append((line, name))
+            continue
+        if name in class_of:
+            raise DataError(f"{file}, line {line} lists {name}, which was listed before in class {class_of[name]}")
+        class_of[name] = label
+        classes[label].append(file_picture(images / name))
     if missing:
         line, name = missing[0]
         others = f" (and {len(missing) - 1} more are missing)" if len(missing) > 1 else ""
@@ -490,6 +502,23 @@ def _read_class_list(file: Path, images: Path, present: set[str]) -> dict[str, l
     if not classes:
         raise DataError(f"{file} lists no image")
     return dict(sorted(classes.items()))
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[int, str, str]]:
+    """Line number, ``filename`` and ``label`` of every row."""
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as stream:
+            rows = csv.DictReader(stream)
+            rows.fieldnames = [name.strip() for name in rows.fieldnames or ()]
+            if not {"filename", "label"} <= set(rows.fieldnames):
+                raise DataError(f"{file}: the first line must name the columns filename,label")
+            for row in rows:
+                name, label = (row["filename"] or "").strip(), (row["label"] or "").strip()
+                if not name or not label:
+                    raise DataError(f"{file}, line {rows.line_num}: expected filename,label")
+                yield rows.line_num, name, label
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{file} is not a csv file in UTF-8: {error}") from error
 
 
 def _class_split(folders: Sequence[Path], image_shape: tuple[int, int, int]) -> SplitStream:
@@ -514,7 +543,7 @@ def _descend(folder: Path) -> Path:
 @cache
 def _image_suffixes() -> frozenset[str]:
     extensions = Image.registered_extensions()
-    return frozenset(suffix for suffix, kind in extensions.items() if kind in Image.OPEN)
+    return frozenset(suffix for suffix, kind in extensions.items() if kind in IMAGE_FORMATS and kind in Image.OPEN)
 
 
 def _not_found(folder: Path, what: str) -> LayoutError:

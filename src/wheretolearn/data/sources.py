@@ -2,15 +2,20 @@
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
+from pathlib import Path
 
+from wheretolearn.data.archives import Workspace
 from wheretolearn.data.download import RemoteFile
+from wheretolearn.data.image_set import check_name
 from wheretolearn.data.readers import (
     CIFAR10_CLASSES,
     Reader,
+    Splits,
     read_cifar10,
     read_class_folders,
     read_idx,
@@ -22,6 +27,7 @@ from wheretolearn.errors import DataError
 
 INK = "ink 255 on 0"
 COLOUR = "RGB, 0 to 255"
+CARS_TRAIN_CLASSES = 147
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ def find(name: str) -> Source:
     """The source of a known set; an unknown name gets the nearest known one."""
     if name in SOURCES:
         return SOURCES[name]
+    check_name(name)
     close = difflib.get_close_matches(name, SOURCES, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise DataError(
@@ -69,7 +76,25 @@ def cub_split(class_name: str) -> str:
 
 def cars_split(class_name: str) -> str:
     """``test`` for the 49 test classes of the few-shot split of Cars, ``train`` for all others."""
-    return "test" if class_name in cars_test_classes() else "train"
+    return "test" if _letters(class_name) in map(_letters, cars_test_classes()) else "train"
+
+
+def read_cars(folder: Path, workspace: Workspace) -> Splits:
+    """Cars by class folders, refused where test classes seem to be spelled otherwise: they would be trained on."""
+    splits = read_sorted_classes(folder, workspace, size=84, inner=("cars", "car_data"), split_of=cars_split)
+    train, test = (len(splits[split].classes) if split in splits else 0 for split in ("train", "test"))
+    # A quarter of all classes are test classes; of a subset perhaps fewer.
+    if train > CARS_TRAIN_CLASSES or 10 * test < train + test:
+        raise DataError(
+            f"{folder} holds {train + test} classes, but only {test} of the {len(cars_test_classes())} test classes "
+            f"of Cars.\nName its folders as its publisher does, for example {sorted(cars_test_classes())[0]!r}."
+        )
+    return splits
+
+
+def _letters(class_name: str) -> str:
+    """A class name less what copies change in it: ``Ram C/V`` is ``Ram C-V`` in a folder."""
+    return re.sub("[^a-z0-9]", "", class_name.lower())
 
 
 @cache
@@ -276,10 +301,10 @@ _ALL = (
         home="https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
         image_shape=(84, 84, 3),
         convention=f"{COLOUR}; squashed to a square",
-        split_classes={"train": 147, "test": 49},
+        split_classes={"train": CARS_TRAIN_CLASSES, "test": 49},
         classes=196,
         images=16_185,
-        read=partial(read_sorted_classes, size=84, inner=("cars", "car_data"), split_of=cars_split),
+        read=read_cars,
         layout="one folder of images per class, named as in `Acura TL Type-S 2008`",
         obtain="its publisher's server is closed; sort a copy of the images into one folder per class",
         note="the 49 test classes of the few-shot split are `test`, all others `train`",

@@ -30,7 +30,9 @@ class Rotation:
     degrees: float
 
     def __call__(self, images: Tensor) -> Tensor:
-        side = math.isqrt(images.shape[1])
+        side = math.isqrt(images.shape[-1])
+        if images.ndim != 2 or side * side != images.shape[1]:
+            raise DataError(f"only flattened square images [N, pixels] can be turned, not {list(images.shape)}")
         return rotate(images.reshape(-1, side, side), self.degrees).reshape(images.shape)
 
 
@@ -132,6 +134,8 @@ def batches(tasks: Sequence[Task], *, batch: int = 10, glances: int = 1, epochs:
     """The batches of a stream of tasks, in order."""
     if batch < 1 or glances < 1 or epochs < 1:
         raise ConfigError(f"batch, glances and epochs must be at least 1, not {batch}, {glances} and {epochs}")
+    if not tasks:
+        raise ConfigError("batches need at least 1 task")
     rows, task_of, epoch_of = [], [], []
     for number, task in enumerate(tasks):
         whole = len(task.train_indices) // batch
@@ -187,6 +191,10 @@ def osaka(
     """
     if not 0 <= p <= 1 or steps < 1:
         raise ConfigError(f"a stream needs p between 0 and 1 and at least 1 step, not {p} and {steps}")
+    if not sources:
+        raise ConfigError("a stream needs at least 1 source")
+    if names is not None and len(names) != len(sources):
+        raise ConfigError(f"names must be {len(sources)}, one per source, not {len(names)}")
     if len(weights) != len(sources) or min(weights) < 0 or not math.isclose(sum(weights), 1, abs_tol=1e-6):
         raise ConfigError(f"weights must be {len(sources)} probabilities, one per source, that sum to 1, not {weights}")
     offsets = [

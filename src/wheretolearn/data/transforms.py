@@ -51,6 +51,8 @@ def rotate(images: Tensor, degrees: float | Tensor) -> Tensor:
 
     Bilinear; what comes from outside the image is zero. Zero degrees returns exactly the input's values.
     """
+    if images.ndim != 3 or not images.is_floating_point():  # weights between 0 and 1 would round to 0 in bytes
+        raise DataError(f"images to turn must be float [N, height, width], not {images.dtype} {list(images.shape)}")
     count, height, width = images.shape
     if isinstance(degrees, Tensor):
         angle = torch.deg2rad(degrees.to(device=images.device, dtype=torch.float64)).reshape(-1, 1, 1)
