@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from wheretolearn.config import describe, from_dict, merge, parse_overrides, setting, to_dict
+from wheretolearn.config import describe, from_dict, merge, parse_overrides, setting, to_dict, toml_text
 from wheretolearn.errors import ConfigError
 
 
@@ -95,7 +95,10 @@ def test_int_is_accepted_for_float_and_becomes_one() -> None:
         ({"steps": "2"}, '"steps" expects int, got "2"; write the number without quotes, as 2'),
         ({"inner_lr": ".5"}, '"inner_lr" expects float, got ".5"; write the number without quotes, as 0.5'),
         ({"inner_lr": True}, '"inner_lr" expects float, got true'),
-        ({"inner_lr": float("nan")}, '"inner_lr" expects float, got nan'),
+        ({"inner_lr": float("nan")}, '"inner_lr" expects float, got nan, which is not finite'),
+        ({"inner_lr": float("inf")}, '"inner_lr" expects float, got inf, which is not finite'),
+        ({"inner_lr": 10**400}, f'"inner_lr" expects float, got {10**400}, which is not finite'),
+        ({"clip": float("-inf")}, '"clip" expects float or none, got -inf, which is not finite'),
         ({"first_order": 1}, '"first_order" expects true or false, got 1'),
         ({"first_order": "True"}, '"first_order" expects true or false, got "True"; write true'),
         ({"dataset": 3}, '"dataset" expects string, got 3'),
@@ -177,6 +180,16 @@ def test_override_values_are_toml_or_else_strings(override: str, expected: dict[
 def test_overrides_of_one_table_come_together_and_the_last_wins() -> None:
     overrides = parse_overrides(["model.width=1", "model.kind=mlp", "model.width=2"])
     assert overrides == {"model": {"width": 2, "kind": "mlp"}}
+
+
+@pytest.mark.parametrize("value", [True, 3, 1e-4, "conv4", [1, 2], {"width": 3}])
+def test_values_are_shown_as_overrides_read_them(value: object) -> None:
+    assert parse_overrides([f"a={toml_text(value)}"]) == {"a": value}
+
+
+def test_none_is_shown_as_the_word_that_is_read() -> None:
+    assert toml_text(None) == "none"
+    assert read(**parse_overrides(["clip=none"])).clip is None
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", "model..width=3", ".=3"])

@@ -1,3 +1,4 @@
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from wheretolearn import demo
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import UserError
 from wheretolearn.report.comparison import comparison_page
+from wheretolearn.runs import checkpoint
 
 pytestmark = pytest.mark.xdist_group("glyphs")
 
@@ -65,29 +67,96 @@ def test_a_folder_with_other_settings_is_refused(finished):
         demo.open_runs(finished[0], settings={**TINY, "width": 5})
 
 
+def test_another_seed_is_refused_and_told_what_to_do(finished):
+    with pytest.raises(UserError, match=r"seed 0, not 3: .*--fresh"):
+        demo.open_runs(finished[0], seed=3, settings=TINY)
+
+
+def test_forgetting_a_demo_deletes_its_runs_and_nothing_else(tmp_path):
+    demo.open_runs(tmp_path, settings=TINY)
+    (tmp_path / "notes.txt").write_text("mine")
+    demo.forget(tmp_path, settings=TINY)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    demo.forget(tmp_path, settings=TINY)  # nothing left to forget
+
+
+def test_forgetting_a_demo_spares_what_is_not_its_own(tmp_path):
+    demo.open_runs(tmp_path, settings=TINY)
+    shutil.rmtree(tmp_path / "maml")
+    (tmp_path / "maml").mkdir()
+    (tmp_path / "maml" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match=r"maml is not a run of this demo"):
+        demo.forget(tmp_path, settings=TINY)
+    assert (tmp_path / "maml" / "thesis.txt").read_text() == "years of work"
+    assert (tmp_path / "sparse-maml" / "run.json").exists()
+
+
+def test_forgetting_a_demo_spares_other_runs(tmp_path):
+    demo.open_runs(tmp_path, settings={**TINY, "width": 5})
+    with pytest.raises(UserError, match="is not a run of this demo"):
+        demo.forget(tmp_path, settings=TINY)
+    assert (tmp_path / "maml" / "run.json").exists()
+
+
+def test_a_demo_that_is_training_is_not_forgotten(tmp_path):
+    runs = demo.open_runs(tmp_path, settings=TINY)
+    with runs["sparse-MAML"] as run:
+        run.lock()
+        with pytest.raises(UserError, match="is in use"):
+            demo.forget(tmp_path, settings=TINY)
+    assert (tmp_path / "sparse-maml" / "run.json").exists()
+
+
 def test_a_failing_method_stops_the_demo_with_its_message(tmp_path):
     runs = demo.open_runs(tmp_path, settings={**TINY, "inner_lr": 1e30})
     with pytest.raises(UserError, match=r"failed \(exit code 3\).*not finite"):
         demo.train_side_by_side(runs, lambda *update: None)
 
 
-def test_a_signal_stops_both_and_the_same_command_goes_on(tmp_path):
+def start(folder, settings, step=1):
+    """A demo in a process of its own, once both methods have reached a step."""
     script = (
         "import sys; from pathlib import Path; from wheretolearn import demo\n"
-        f"runs = demo.open_runs(Path(sys.argv[1]), settings={dict(TINY, outer_steps=60, checkpoint_every=50)!r})\n"
-        "demo.train_side_by_side(runs, lambda method, step, values: print(method, step, flush=True))"
+        f"runs = demo.open_runs(Path(sys.argv[1]), settings={settings!r})\n"
+        "demo.train_side_by_side(runs, lambda method, step, values: print(method, step, flush=True),"
+        " on_stop=lambda: sys.stderr.write('on_stop was called'))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     seen = set()
     while len(seen) < 2:
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        seen.add(line.split()[0])
+        method, reached = line.split()
+        if int(reached) >= step:
+            seen.add(method)
+    return process
+
+
+def test_a_signal_while_testing_is_no_failure(tmp_path):
+    process = start(tmp_path, TINY, step=4)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert "Stopped: stopped and saved; go on with" in errors
+
+
+def test_a_killed_demo_takes_its_workers_along(tmp_path):
+    settings = dict(TINY, outer_steps=600, validate_every=600, checkpoint_every=600)
+    process = start(tmp_path, settings)
+    process.kill()
+    process.communicate()  # returns when no process has its output open, workers included
+    for run in demo.open_runs(tmp_path, settings=settings).values():
+        assert 0 < checkpoint.load_latest(run).step < 600
+
+
+def test_a_signal_stops_both_and_the_same_command_goes_on(tmp_path):
+    process = start(tmp_path, dict(TINY, outer_steps=60, checkpoint_every=50))
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert "Stopped" in errors
+    assert f"go on with `wheretolearn demo --folder {tmp_path} --seed 0`" in errors
+    assert "on_stop was called" in errors
     runs = demo.open_runs(tmp_path, settings=dict(TINY, outer_steps=60, checkpoint_every=50))
     deadline = time.monotonic() + 60
     while any(not list((run.path / "checkpoints").glob("*.pt")) for run in runs.values()):

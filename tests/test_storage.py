@@ -71,10 +71,24 @@ def test_json_survives_numbers_that_json_lacks() -> None:
     value = {"a": math.inf, "b": [-math.inf, 1.5], "c": np.float32(0.5), "d": torch.tensor(3), "e": None}
     text = to_json(value | {"f": math.nan})
     strict = json.loads(text, parse_constant=lambda name: pytest.fail(f"invalid JSON: {name}"))
-    assert strict["f"] == "nan"
+    assert strict["f"] == {"$float": "nan"}
     back = from_json(text)
     assert math.isnan(back.pop("f"))
     assert back == {"a": math.inf, "b": [-math.inf, 1.5], "c": 0.5, "d": 3, "e": None}
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "-inf"])
+def test_words_that_look_like_numbers_stay_words(word: str) -> None:
+    assert from_json(to_json({"data": word, word: [word]})) == {"data": word, word: [word]}
+
+
+def test_the_mark_of_a_number_cannot_be_anything_else(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is taken"):
+        to_json({"a": {"$float": "x"}})
+    path = tmp_path / "x.json"
+    path.write_text('{"a": {"$float": []}}')
+    with pytest.raises(UserError, match=f"{path} is damaged"):
+        read_json(path)
 
 
 def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:

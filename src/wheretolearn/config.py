@@ -93,7 +93,7 @@ def describe(cls: type) -> list[SettingRow]:
             ]
         else:
             default = _default(field)
-            shown = "required" if default is MISSING else _toml_text(_plain(default))
+            shown = "required" if default is MISSING else toml_text(_plain(default))
             rows.append(SettingRow(field.name, _type_name(kind), shown, field.metadata.get("help", "")))
     return rows
 
@@ -123,7 +123,7 @@ def _build(cls: type[T], values: Mapping[str, object], prefix: str, where: str) 
 
 def _convert(value: object, kind: Any, key: str, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    wrong = ConfigError(f'{where}"{key}" expects {_type_name(kind)}, got {_toml_text(value)}{_hint(value, kind)}')
+    wrong = ConfigError(f'{where}"{key}" expects {_type_name(kind)}, got {toml_text(value)}{_hint(value, kind)}')
 
     if origin in (Union, types.UnionType):
         choices = [choice for choice in arguments if choice is not types.NoneType]
@@ -164,8 +164,8 @@ def _convert(value: object, kind: Any, key: str, where: str) -> Any:
             raise wrong
         return _build(kind, value, f"{key}.", where)
     if kind is float:
-        # No setting means anything as NaN, and every range check would let it through.
-        if type(value) not in (int, float) or math.isnan(typing.cast(float, value)):
+        # No setting means anything as NaN or infinity, and range checks would let them through.
+        if type(value) not in (int, float) or not _is_finite(typing.cast(float, value)):
             raise wrong
         return float(typing.cast(float, value))
     if kind in (int, bool, str):
@@ -175,6 +175,13 @@ def _convert(value: object, kind: Any, key: str, where: str) -> Any:
     if kind in (object, Any):
         return value
     raise TypeError(f"the type of setting {key} is not supported: {kind}")
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int beyond every float
+        return False
 
 
 def _fields(config: Any) -> list[dataclasses.Field[Any]]:
@@ -201,7 +208,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Dotted key -> value as TOML text."""
     leaves = {}
     for key, value in values.items():
-        leaves[prefix + key] = _toml_text(value)
+        leaves[prefix + key] = toml_text(value)
         if isinstance(value, Mapping):
             leaves |= _leaves(value, f"{prefix}{key}.")
     return leaves
@@ -222,7 +229,7 @@ def _type_name(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_type_name(choice) for choice in arguments)
     if origin is Literal:
-        return "one of " + ", ".join(_toml_text(choice) for choice in arguments)
+        return "one of " + ", ".join(toml_text(choice) for choice in arguments)
     if origin is tuple:
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return f"list of {_type_name(arguments[0])}"
@@ -235,8 +242,10 @@ def _type_name(kind: Any) -> str:
 
 
 def _hint(value: object, kind: Any) -> str:
-    """Extra help for the two slips people make on a command line."""
+    """Extra help for the slips people make on a command line."""
     kinds = {kind, *typing.get_args(kind)}
+    if isinstance(value, (int, float)) and float in kinds and not _is_finite(value):
+        return ", which is not finite"
     if isinstance(value, str) and kinds & {int, float}:
         try:
             number = float(value)
@@ -260,7 +269,8 @@ def _toml_value(text: str) -> object:
     return value
 
 
-def _toml_text(value: object) -> str:
+def toml_text(value: object) -> str:
+    """A plain value as `parse_overrides` reads it."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -268,7 +278,7 @@ def _toml_text(value: object) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml_text(item) for item in value) + "]"
+        return "[" + ", ".join(toml_text(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_toml_text(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {toml_text(item)}" for key, item in value.items()) + "}"
     return str(value)

@@ -5,9 +5,12 @@ threads. The processes write to run folders, so the demo is stopped, killed and 
 """
 
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,6 +37,8 @@ ABOUT = {
 }
 EVALUATED = {"held-out characters": "characters", "held-out scripts": "scripts"}
 TEST_TASKS = 300
+# Of a worker; the last is one that was told to stop while it was starting or testing, when nothing needs saving.
+_GOOD_ENDS = (0, Stopped.exit_code, -signal.SIGTERM)
 
 Update = Callable[[str, int, Mapping[str, Any]], None]  # (method, outer step, latest values)
 
@@ -41,28 +46,63 @@ Update = Callable[[str, int, Mapping[str, Any]], None]  # (method, outer step, l
 def open_runs(folder: Path, seed: int = 0, settings: Mapping[str, Any] | None = None) -> dict[str, RunFolder]:
     """The run of each method, made where it is not there yet."""
     runs = {}
-    for method, preset in METHODS.items():
-        path = folder / preset.partition(".")[2]
-        config = from_dict(FewShotConfig, {**load_preset(preset).settings, **(settings or {})}, where=preset)
-        runs[method] = (
-            RunFolder.open(path)
-            if (path / "run.json").exists()
-            else RunFolder.create(path, to_dict(config), seed, "fewshot")
-        )
-        if runs[method].config != to_dict(config) or runs[method].seed != seed:
+    for method in METHODS:
+        path, config = _path(folder, method), _config(method, settings)
+        run = RunFolder.open(path) if (path / "run.json").exists() else RunFolder.create(path, config, seed, "fewshot")
+        if run.config != config:
             raise UserError(f"{path} holds a run with other settings: choose another folder, or remove it")
-        runs[method].close()  # the worker takes the lock
+        if run.seed != seed:
+            raise UserError(
+                f"{path} was trained with seed {run.seed}, not {seed}: "
+                "choose another --folder, or add --fresh to forget that demo"
+            )
+        run.close()  # the worker takes the lock
+        runs[method] = run
     return runs
 
 
-def train_side_by_side(runs: Mapping[str, RunFolder], update: Update, test_tasks: int = TEST_TASKS) -> None:
-    """Train and evaluate every run in its own process, following their metrics; resumes what is half done."""
+def forget(folder: Path, settings: Mapping[str, Any] | None = None) -> None:
+    """Delete the runs of an earlier demo. Anything else that lies in their place is an error and stays."""
+    earlier = []
+    for method in METHODS:
+        path = _path(folder, method)
+        if not path.is_dir() or not any(path.iterdir()):
+            continue
+        if not (path / "run.json").exists() or RunFolder.open(path).config != _config(method, settings):
+            raise UserError(f"{path} is not a run of this demo and is not deleted: choose another folder, or remove it")
+        earlier.append(path)
+    for path in earlier:
+        with RunFolder.open(path) as run:
+            run.lock()  # refuses while another demo is training there
+            shutil.rmtree(path)
+
+
+def _path(folder: Path, method: str) -> Path:
+    return folder / METHODS[method].partition(".")[2]
+
+
+def _config(method: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    preset = METHODS[method]
+    return to_dict(from_dict(FewShotConfig, {**load_preset(preset).settings, **(settings or {})}, where=preset))
+
+
+def train_side_by_side(
+    runs: Mapping[str, RunFolder],
+    update: Update,
+    test_tasks: int = TEST_TASKS,
+    on_stop: Callable[[], None] | None = None,
+) -> None:
+    """Train and evaluate every run in its own process, following their metrics; resumes what is half done.
+
+    ``on_stop`` is called when a signal asks to stop, before the processes have ended.
+    """
     threads = max(1, (os.cpu_count() or 1) // len(runs))
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     waiting = {
         method: subprocess.Popen(
             [sys.executable, "-m", "wheretolearn.demo", str(run.path), str(test_tasks)],
             env=environ,
+            stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however it ends
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
@@ -73,7 +113,7 @@ def train_side_by_side(runs: Mapping[str, RunFolder], update: Update, test_tasks
     workers = dict(waiting)
     seen = dict.fromkeys(waiting, 0)
     told = False
-    with StopRequest() as stop:
+    with StopRequest(on_stop) as stop:
         while waiting:
             time.sleep(0.2)
             for method in seen:
@@ -83,17 +123,19 @@ def train_side_by_side(runs: Mapping[str, RunFolder], update: Update, test_tasks
                     seen[method] += 1
             for method in [method for method, worker in waiting.items() if worker.poll() is not None]:
                 del waiting[method]
-                if workers[method].returncode not in (0, Stopped.exit_code):
+                if workers[method].returncode not in _GOOD_ENDS:
                     _stop(waiting)
             if stop.requested and not told:
                 told = True
                 _stop(waiting)
     messages = {method: worker.communicate()[1] for method, worker in workers.items()}
     for method, worker in workers.items():
-        if worker.returncode not in (0, Stopped.exit_code):
+        if worker.returncode not in _GOOD_ENDS:
             raise UserError(f"training {method} failed (exit code {worker.returncode}): {messages[method].strip()}")
-    if told:
-        raise Stopped("stopped and saved; run the same command again to go on")
+    if told or not all(map(is_finished, runs.values())):
+        run = next(iter(runs.values()))
+        command = shlex.join(["wheretolearn", "demo", "--folder", str(run.path.parent), "--seed", str(run.seed)])
+        raise Stopped(f"stopped and saved; go on with `{command}`")
 
 
 def _stop(workers: Mapping[str, "subprocess.Popen[str]"]) -> None:
@@ -156,7 +198,18 @@ def work(path: Path, test_tasks: int) -> None:
         )
 
 
+def _stop_with_parent() -> None:
+    """Ask this process to stop when the one that started it is gone, even if it was killed."""
+
+    def wait() -> None:
+        os.read(0, 1)  # returns at the end of standard input
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 if __name__ == "__main__":
+    _stop_with_parent()
     try:
         work(Path(sys.argv[1]), int(sys.argv[2]))
     except UserError as error:

@@ -21,7 +21,7 @@ from torch import Tensor
 from wheretolearn.errors import MismatchError, UserError
 
 _DIGEST_KEY = "sha256"
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_FLOAT_KEY = "$float"  # marks a number that JSON cannot write
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every parser accepts: NaN and infinities become the strings "nan", "inf" and "-inf".
+    """JSON that every parser accepts: NaN and infinities become objects such as {"$float": "nan"}.
 
     NumPy scalars and one-element tensors are written as the number they hold.
     """
@@ -62,7 +62,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 def from_json(text: str | bytes) -> Any:
     """The inverse of `to_json`; raises ValueError for what is not JSON."""
-    return _decode(json.loads(text))
+    return json.loads(text, object_hook=_decode)
 
 
 def write_json(path: str | PathLike[str], value: Any) -> None:
@@ -155,22 +155,18 @@ def _encode(value: Any) -> Any:
     if isinstance(value, (np.generic, Tensor)):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return {_FLOAT_KEY: str(value)}
     if isinstance(value, Mapping):
+        if _FLOAT_KEY in value:
+            raise ValueError(f'the key "{_FLOAT_KEY}" is taken by numbers that are not finite')
         return {str(key): _encode(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     return os.fspath(value) if isinstance(value, PathLike) else value
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: _decode(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    return value
+def _decode(table: dict[str, Any]) -> Any:
+    return float(str(table[_FLOAT_KEY])) if _FLOAT_KEY in table else table
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

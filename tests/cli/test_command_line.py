@@ -1,5 +1,6 @@
 """The real command in real processes: what it prints, how it ends, and what survives."""
 
+import json
 import os
 import shutil
 import signal
@@ -53,8 +54,12 @@ def test_presets_are_listed_and_shown(run_command):
     assert "demo.sparse-maml" in listed
     assert "demo.maml" in listed
     shown = run_command("presets", "demo.maml").stdout
-    assert "mask" in shown
-    assert "fixed" in shown
+    rows = {
+        cells[1].strip(): cells[2].strip() for cells in (line.split("│") for line in shown.splitlines()) if cells[1:]
+    }
+    assert rows["mask"] == '"fixed"'
+    assert rows["bias"] == "true"
+    assert rows["inner_clip_norm"] == "none"
 
 
 def test_settings_are_listed_with_defaults_and_meaning(run_command):
@@ -111,6 +116,37 @@ def test_a_gpu_that_is_not_there(run_command, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert_message(run_command("train", tmp_path / "run", *QUICK, "--device", "cuda"), "no GPU")
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        ("--set", "adapt=zzz"),
+        ("--set", "initial_sparsity=2"),
+        ("--set", "mask=exp", "--set", "initial_sparsity=0.5"),
+        ("--set", "engine=eager", "--set", "precision=bfloat16"),
+        ("--device", "tpu"),
+        ("--device", "meta"),
+    ],
+)
+def test_a_slip_leaves_no_run_behind(run_command, tmp_path, slip):
+    assert_message(run_command("train", tmp_path / "run", *QUICK, *slip))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+@pytest.mark.parametrize(("seed", "bound"), [(-1, "0"), (2**31, "2147483647"), (99999999999999999999, "2147483647")])
+def test_a_seed_out_of_range_says_the_range(run_command, tmp_path, command, seed, bound):
+    where = ["--folder", tmp_path / "run"] if command == "demo" else [tmp_path / "run"]
+    assert_message(run_command(command, *where, "--seed", seed), "'--seed'", bound, code=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fresh_demo_deletes_no_stranger(run_command, tmp_path):
+    (tmp_path / "maml").mkdir()
+    (tmp_path / "maml" / "thesis.txt").write_text("years of work")
+    assert_message(run_command("demo", "--folder", tmp_path, "--fresh"), str(tmp_path / "maml"), "not deleted")
+    assert (tmp_path / "maml" / "thesis.txt").read_text() == "years of work"
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(run_command, tmp_path):
@@ -197,6 +233,7 @@ def test_a_signal_saves_and_exits_with_its_own_code(straight, tmp_path, run_comm
     process.send_signal(number)
     _, message = process.communicate()
     assert process.returncode == 75, message
+    assert "stopping after this step" in message
     assert "wheretolearn resume" in message
     assert checkpoint.load_latest(path).step >= 13
     assert run_command("resume", path, "--threads", 1).returncode == 0
@@ -247,6 +284,34 @@ def test_evaluate_prints_an_interval(straight, run_command):
     assert "glyphs/characters:" in result.stdout
     assert "+-" in result.stdout
     assert_message(run_command("evaluate", straight, "--split", "nothing"), "characters", "scripts")
+
+
+def test_evaluate_takes_the_splits_that_training_left_out(straight, run_command):
+    result = run_command("evaluate", straight, "--tasks", 2, "--threads", 1)
+    assert result.returncode == 0, result.stderr
+    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == ["glyphs/characters", "glyphs/scripts"]
+
+
+def test_evaluate_takes_several_splits(straight, run_command):
+    splits = ("--split", "validation", "--split", "scripts")
+    result = run_command("evaluate", straight, *splits, "--tasks", 2, "--threads", 1)
+    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == ["glyphs/validation", "glyphs/scripts"]
+
+
+def test_evaluate_where_results_cannot_be_kept(straight, tmp_path, run_command):
+    shutil.copytree(straight, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
+    (tmp_path / "run" / "evaluations").write_text("in the way")
+    result = run_command("evaluate", tmp_path / "run", "--split", "scripts", "--tasks", 2)
+    assert_message(result, str(tmp_path / "run" / "evaluations"))
+
+
+@pytest.mark.parametrize("command", ["resume", "evaluate"])
+@pytest.mark.parametrize(("name", "value"), [("seed", "abc"), ("config", 5), ("config", {"outer_steps": "many"})])
+def test_a_damaged_run_json_is_named(straight, tmp_path, run_command, command, name, value):
+    shutil.copytree(straight, tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    assert_message(run_command(command, tmp_path / "run"), str(tmp_path / "run"))
 
 
 def test_resume_of_a_finished_run_changes_nothing(straight, tmp_path, run_command):

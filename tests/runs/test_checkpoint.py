@@ -19,7 +19,6 @@ from torch import nn
 from wheretolearn.errors import MismatchError, UserError
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.checkpoint import (
-    check_signature,
     load_latest,
     model_signature,
     random_state,
@@ -27,6 +26,7 @@ from wheretolearn.runs.checkpoint import (
     save,
 )
 from wheretolearn.runs.folder import RunFolder
+from wheretolearn.storage import check_shapes
 
 
 def state(value: int) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def test_random_state_from_a_cuda_machine_restores_the_rest_here() -> None:
 def test_signature_of_the_same_model_passes() -> None:
     model = nn.Linear(2, 3)
     assert model_signature(model) == {"weight": [3, 2], "bias": [3]}
-    check_signature(model_signature(model), model_signature(nn.Linear(2, 3)), "run")
+    check_shapes(model_signature(model), model_signature(nn.Linear(2, 3)), "run")
 
 
 @pytest.mark.parametrize(
@@ -291,5 +291,5 @@ def test_signature_of_the_same_model_passes() -> None:
 )
 def test_checkpoint_of_another_model_names_the_first_difference(stored: dict[str, list[int]], expected: str) -> None:
     with pytest.raises(MismatchError) as caught:
-        check_signature(stored, model_signature(nn.Linear(2, 3)), Path("run/step-1.pt"))
+        check_shapes(stored, model_signature(nn.Linear(2, 3)), Path("run/step-1.pt"))
     assert str(caught.value).startswith(f"run/step-1.pt belongs to another model: {expected}.")

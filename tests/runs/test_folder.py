@@ -21,7 +21,7 @@ def create(path: Path) -> RunFolder:
 def test_run_json_says_what_was_run(tmp_path: Path) -> None:
     with create(tmp_path / "runs" / "a"):
         info = json.loads((tmp_path / "runs" / "a" / "run.json").read_text())
-    assert info["config"] == {"inner_lr": 0.1, "limit": "inf"}
+    assert info["config"] == {"inner_lr": 0.1, "limit": {"$float": "inf"}}
     assert info["seed"] == 3
     assert info["protocol"] == "fewshot"
     assert {"python", "torch", "numpy", "wheretolearn"} <= info["versions"].keys()
@@ -80,6 +80,34 @@ def test_damaged_run_json_is_named(tmp_path: Path, text: str) -> None:
         RunFolder.open(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", "abc"),
+        ("seed", 1.5),
+        ("seed", True),
+        ("seed", -1),
+        ("seed", 2**31),
+        ("config", 5),
+        ("config", [["inner_lr", 1]]),
+        ("protocol", None),
+    ],
+)
+def test_a_value_that_run_json_cannot_hold_is_named(tmp_path: Path, name: str, value: object) -> None:
+    create(tmp_path).close()
+    info = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**info, name: value}))
+    with pytest.raises(UserError, match=rf"run\.json is damaged: its {name} "):
+        RunFolder.open(tmp_path)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, 99999999999999999999])
+def test_a_seed_out_of_range_is_refused_before_anything_is_written(tmp_path: Path, seed: int) -> None:
+    with pytest.raises(UserError, match=f"between 0 and 2147483647, not {seed}"):
+        RunFolder.create(tmp_path / "run", {}, seed, "fewshot")
+    assert not (tmp_path / "run").exists()
+
+
 def test_metrics_come_back(tmp_path: Path) -> None:
     with create(tmp_path) as run:
         run.log(1, loss=0.5, layers=[1, 2], note="ä\n|")
@@ -94,7 +122,7 @@ def test_non_finite_metrics_stay_valid_json(tmp_path: Path) -> None:
     with create(tmp_path) as run:
         run.log(1, loss=math.nan, best=-math.inf)
         line = (tmp_path / "metrics.jsonl").read_text()
-        assert line == '{"step": 1, "loss": "nan", "best": "-inf"}\n'
+        assert line == '{"step": 1, "loss": {"$float": "nan"}, "best": {"$float": "-inf"}}\n'
         (record,) = run.metrics()
         assert math.isnan(record["loss"])
         assert record["best"] == -math.inf

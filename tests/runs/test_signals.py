@@ -115,6 +115,15 @@ def test_a_request_is_seen_here_and_a_new_one_starts_clear() -> None:
         assert not stop.requested
 
 
+def test_the_first_request_is_told_once() -> None:
+    told: list[str] = []
+    with StopRequest(lambda: told.append("stop")) as stop:
+        assert told == []
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+    assert told == ["stop"]
+
+
 def test_in_another_thread_it_does_nothing() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[object] = []

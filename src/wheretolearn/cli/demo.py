@@ -1,6 +1,5 @@
 """``wheretolearn demo``: see a learned gradient mask in a few minutes."""
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,8 +7,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from wheretolearn.cli.progress import TrainingBars, progress_bar
+from wheretolearn.cli.progress import TrainingBars, announce_stop, progress_bar
 from wheretolearn.data.load import load_set
+from wheretolearn.runs.folder import MAX_SEED
 from wheretolearn.storage import atomic_write
 
 if TYPE_CHECKING:
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 def demo(
     folder: Annotated[Path, typer.Option(help="Where the runs and the page go.")] = Path("demo"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier demo in that folder.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of both methods.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of both methods.", min=0, max=MAX_SEED)] = 0,
 ) -> None:
     """Meta-train sparse-MAML and MAML on drawn characters, compare them, and write a page to look at.
 
-    Takes a few minutes on two cores and needs no download. Stop it with Ctrl-C; the same command goes on.
+    Takes a few minutes on two cores and needs no download. Stop it with Ctrl-C; the same command goes on, but for
+    --fresh, which starts anew.
     """
     # Here, so that other commands do not wait for matplotlib.
     from wheretolearn import demo as side_by_side
     from wheretolearn.report.comparison import comparison_page
 
     if fresh:
-        for preset in side_by_side.METHODS.values():
-            shutil.rmtree(folder / preset.partition(".")[2], ignore_errors=True)
+        side_by_side.forget(folder)
     with progress_bar("drawing the glyphs set (once)") as tick:
         load_set("glyphs", tick)
     runs = side_by_side.open_runs(folder, seed)
@@ -40,7 +40,7 @@ def demo(
     else:
         totals = {method: int(run.config["outer_steps"]) for method, run in runs.items()}
         with TrainingBars(totals) as bars:
-            side_by_side.train_side_by_side(runs, bars.update)
+            side_by_side.train_side_by_side(runs, bars.update, on_stop=announce_stop)
     results = side_by_side.results(runs)
     page = folder / "index.html"
     html = comparison_page(

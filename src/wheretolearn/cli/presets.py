@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from wheretolearn.config import describe, from_dict, to_dict
+from wheretolearn.config import describe, from_dict, to_dict, toml_text
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.presets import list_presets, load_preset
 
@@ -31,7 +31,7 @@ def presets(
     values = to_dict(from_dict(FewShotConfig, preset.settings, where=f"preset {name}"))
     for row in describe(FewShotConfig):
         style = "bold" if row.key in preset.settings else None
-        table.add_row(row.key, str(values[row.key]), row.help, style=style)
+        table.add_row(row.key, toml_text(values[row.key]), row.help, style=style)
     Console().print(table)
 
 

@@ -1,13 +1,15 @@
 """Progress bars on a terminal; plain lines, or nothing, elsewhere."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 Tick = Callable[[int, int], None]
 
@@ -31,17 +33,24 @@ def progress_bar(label: str) -> Iterator[Tick]:
         bar.stop()
 
 
+def announce_stop() -> None:
+    """Tell the user that a signal was heard, though the step at hand may take long to end."""
+    # Straight to the file: this runs in a signal handler, maybe in the middle of other printing.
+    with suppress(OSError):
+        os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+
+
 def latest_values(values: Mapping[str, Any]) -> str:
     """Accuracy and sparsity as a bar or a line shows them."""
     parts = []
-    if "loss" in values:
-        parts.append(f"loss {values['loss']:.3f}")
+    if "stage" in values:
+        parts.append(f"{values['stage']} ...")
     if "validation_accuracy" in values:
         parts.append(f"validation {values['validation_accuracy']:.1%}")
     if "sparsity" in values:
         parts.append(f"sparsity {values['sparsity']:.1%}")
-    if "stage" in values:
-        parts.append(f"{values['stage']} ...")
+    if "loss" in values:
+        parts.append(f"loss {values['loss']:.3f}")
     return "  ".join(parts)
 
 
@@ -54,13 +63,18 @@ class TrainingBars:
         self._totals = dict(totals)
         self._latest: dict[str, dict[str, Any]] = {name: {} for name in totals}
         self._started = time.monotonic()
+        # What does not fit is cut from the values, whose last is the least important, and never from count or time.
+        bar_width = 24 if console.width >= 110 else 6
+        name_width = min(20, max(map(len, totals)))
+        count_width = max(2 * len(str(total)) + 1 for total in totals.values())
+        left = console.width - name_width - bar_width - count_width - 8 - 7 - 5  # rate, time, gaps
         self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[values]}"),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=name_width)),
+            BarColumn(bar_width, table_column=Column(min_width=bar_width)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=count_width)),
+            TextColumn("{task.fields[rate]}", table_column=Column(no_wrap=True, min_width=8)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
+            TextColumn("{task.fields[values]}", table_column=Column(no_wrap=True, max_width=max(1, left))),
             console=console,
             disable=self._lines,
         )

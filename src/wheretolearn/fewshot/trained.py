@@ -53,6 +53,19 @@ def load_trained(run: RunFolder, device: str = "cpu") -> tuple[FewShotConfig, nn
     return config, learner.model, load_mask(run.path / "mask.safetensors", learner.model)
 
 
+def held_out_splits(run: RunFolder, data: str | None = None) -> list[str]:
+    """The splits of a set, by default the run's own, but for those that the run trained and validated on."""
+    config = from_dict(FewShotConfig, run.config, where=str(run.path))
+    images = load_set(config.data if data is None else data)
+    found = [name for name in images.splits if name not in (config.train_split, config.validation_split)]
+    if not found:
+        raise DataError(
+            f"the set {images.name} has no split that the run left out; "
+            f"name one of those it has: {', '.join(images.splits)}"
+        )
+    return found
+
+
 def evaluate_run(
     run: RunFolder,
     split: str,
@@ -74,13 +87,16 @@ def evaluate_run(
             f"{chosen.name} has images of {_size(chosen.images.shape)}, the model was trained on "
             f"{_size(own.images.shape)}: add the set again at that size"
         )
+    folder = run.path / "evaluations"
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot keep results in {folder}: {error.strerror}; evaluate a copy of the run") from error
     source = TaskSource(chosen, config.episode, run.seed, "test", device)
     evaluate = make_evaluator(model, mask, config.inner, kind=config.engine, precision=config.precision)
     values = evaluate(_reported(source.tasks(0, tasks), tasks, progress), steps).tolist()
     mean, half_width = confidence_interval(values)
     result = Evaluation(data, split, steps, mean, half_width, tuple(values))
-    folder = run.path / "evaluations"
-    folder.mkdir(exist_ok=True)
     write_json(folder / f"{data}-{split}-{tasks}-tasks-{steps}-steps.json", asdict(result))
     return result
 

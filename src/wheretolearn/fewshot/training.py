@@ -18,7 +18,7 @@ from wheretolearn.masks import GradientMask
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
-from wheretolearn.storage import save_weights
+from wheretolearn.storage import check_shapes, save_weights
 
 Report = Callable[[int, Mapping[str, Any]], None]  # (outer step, latest values)
 
@@ -51,7 +51,7 @@ class Learner:
         }
 
     def restore(self, step: int, state: Mapping[str, Any], path: str) -> None:
-        checkpoint.check_signature(state["signature"], checkpoint.model_signature(self.model), path)
+        check_shapes(state["signature"], checkpoint.model_signature(self.model), path)
         self.model.load_state_dict(state["model"])
         self.mask.load_tensors(state["mask"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -67,9 +67,15 @@ class Learner:
             self.best = {part: {n: t.detach().clone() for n, t in ts.items()} for part, ts in tensors.items()}
 
 
-def train(run: RunFolder, report: Report | None = None, device: str = "cpu") -> Learner:
+def train(
+    run: RunFolder,
+    report: Report | None = None,
+    device: str = "cpu",
+    on_stop: Callable[[], None] | None = None,
+) -> Learner:
     """Carry the run in this folder to its end, from its last checkpoint if it has one.
 
+    ``on_stop`` is called when a signal asks for a stop; the run then ends with ``Stopped`` after the current step.
     The best model by validation is left in ``model.safetensors`` and ``mask.safetensors``.
     """
     config = from_dict(FewShotConfig, run.config, where=str(run.path))
@@ -94,7 +100,7 @@ def train(run: RunFolder, report: Report | None = None, device: str = "cpu") -> 
         precision=config.precision,
     )
     evaluate = make_evaluator(learner.model, learner.mask, config.inner, kind=config.engine, precision=config.precision)
-    with StopRequest() as stop:
+    with StopRequest(on_request=on_stop) as stop:
         while learner.step < config.outer_steps:
             started = time.perf_counter()
             engine.outer_step(learner.step)

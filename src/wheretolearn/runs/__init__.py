@@ -2,7 +2,6 @@
 
 from wheretolearn.runs.checkpoint import (
     Checkpoint,
-    check_signature,
     load_latest,
     model_signature,
     random_state,
@@ -18,7 +17,6 @@ __all__ = [
     "ResultRecord",
     "RunFolder",
     "StopRequest",
-    "check_signature",
     "confidence_interval",
     "load_latest",
     "model_signature",

@@ -10,7 +10,7 @@ import pickle
 import random
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from wheretolearn.errors import UserError
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.storage import atomic_write, check_shapes, remove_leftovers
+from wheretolearn.storage import atomic_write, remove_leftovers
 
 _KEPT = 2
 _NAME = re.compile(r"step-(\d+)\.([0-9a-f]{16})\.pt")
@@ -99,15 +99,6 @@ def load_latest(run: RunFolder | str | PathLike[str]) -> Checkpoint | None:
 def model_signature(model: nn.Module) -> dict[str, list[int]]:
     """Names and shapes of a model's parameters, to store in a checkpoint beside its weights."""
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def check_signature(
-    stored: Mapping[str, Sequence[int]],
-    model_shapes: Mapping[str, Sequence[int]],
-    path: str | PathLike[str],
-) -> None:
-    """Raise a MismatchError that names the first tensor in which the file at `path` and the model differ."""
-    check_shapes(stored, model_shapes, path)
 
 
 def random_state() -> dict[str, Any]:

@@ -10,12 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from wheretolearn.errors import UserError
+from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs import environment
 from wheretolearn.storage import atomic_write, from_json, read_json, remove_leftovers, to_json, write_json
 
 if sys.platform != "win32":
     import fcntl
+
+MAX_SEED = 2**31 - 1
 
 _INFO, _METRICS, _LOCK = "run.json", "metrics.jsonl", "run.lock"
 
@@ -38,6 +40,8 @@ class RunFolder:
         cls, path: str | os.PathLike[str], config: Mapping[str, object], seed: int, protocol: str
     ) -> "RunFolder":
         """Start a run in a new or empty folder and write run.json before anything else."""
+        if not 0 <= seed <= MAX_SEED:
+            raise ConfigError(f"a seed lies between 0 and {MAX_SEED}, not {seed}")
         run = cls(path)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -75,6 +79,11 @@ class RunFolder:
         run.info = read_json(file)
         if not isinstance(run.info, dict) or not {"protocol", "seed", "config"} <= run.info.keys():
             raise UserError(f"{file} is damaged: it lacks the run's protocol, seed or config")
+        for name, kind in {"protocol": str, "seed": int, "config": dict}.items():
+            if type(run.info[name]) is not kind:
+                raise UserError(f"{file} is damaged: its {name} cannot be {run.info[name]!r}")
+        if not 0 <= run.seed <= MAX_SEED:
+            raise UserError(f"{file} is damaged: its seed {run.seed} is not between 0 and {MAX_SEED}")
         return run
 
     @property

@@ -20,11 +20,13 @@ class StopRequest:
     ...             save()
     ...             raise Stopped("...")
 
+    ``on_request`` is called with the first signal, inside the handler: it must be short and must not raise.
     Only the main thread can receive signals; elsewhere this does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_request: Callable[[], None] | None = None) -> None:
         self.requested = False
+        self._on_request = on_request
         self._previous: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -46,3 +48,5 @@ class StopRequest:
         if self.requested:
             os._exit(128 + number)
         self.requested = True
+        if self._on_request is not None:
+            self._on_request()
