@@ -38,7 +38,7 @@ def atomic_write(path: str | PathLike[str]) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
@@ -137,7 +137,7 @@ def check_shapes(
     raise MismatchError(f"{what} belongs to another model: {problem}. Use the model it was saved with.")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename durable; some systems cannot sync a folder, and then there is nothing to do."""
     if os.name == "nt":
         return

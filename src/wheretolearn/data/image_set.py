@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wheretolearn.errors import DataError
+from wheretolearn.storage import sync_folder
 from wheretolearn.version import __version__
 
 Images = npt.NDArray[np.uint8]
@@ -193,9 +194,9 @@ def write(
             }
             _write_durably(temporary / "meta.json", [json.dumps(meta, indent=1, ensure_ascii=False).encode()])
             temporary.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
-            _sync_folder(temporary)
+            sync_folder(temporary)
             _swap_in(temporary, target)
-            _sync_folder(root)
+            sync_folder(root)
     except OSError as error:
         raise storage_error(f"store {name}", root, needed, error) from error
     return load(name, root)
@@ -354,16 +355,6 @@ def _write_durably(file: Path, blocks: Iterable[bytes | memoryview], digest: "ha
                 digest.update(block)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":  # folders cannot be opened there
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _aside(target: Path) -> Path:
