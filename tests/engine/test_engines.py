@@ -6,9 +6,10 @@ from torch import nn
 
 from wheretolearn import masks, models
 from wheretolearn.engine.choose import choose, make_engine, make_evaluator
+from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.eager import EagerEngine
 from wheretolearn.engine.graphed import GraphedEngine
-from wheretolearn.engine.task import InnerLoop, Task
+from wheretolearn.engine.task import InnerLoop, Lane, Task
 from wheretolearn.errors import ConfigError, NonFiniteError
 
 GPU = pytest.param(
@@ -42,11 +43,10 @@ def tasks_of(step, device, dtype, count=3):
     return result
 
 
-def trained(kind, mask_kind, device, dtype, steps=3, start=0, optimizer="adam", **inner):
-    model = models.build("conv4", ways=5, channels=1, size=16, width=4, seed=0).to(device, dtype)
-    mask = MASKS[mask_kind](
-        model, **({"generator": torch.Generator().manual_seed(1)} if mask_kind not in ("maml", "anil", "boil") else {})
-    )
+def new_lane(mask_kind, device, dtype, optimizer="adam", seed=0, draw=None, outer_clamp=None, **inner):
+    model = models.build("conv4", ways=5, channels=1, size=16, width=4, seed=seed).to(device, dtype)
+    learned = mask_kind not in ("maml", "anil", "boil")
+    mask = MASKS[mask_kind](model, **({"generator": torch.Generator().manual_seed(1 + seed)} if learned else {}))
     mask.to(dtype)
     groups = [{"params": list(model.parameters()), "lr": 1e-2}]
     if mask.raw:
@@ -56,14 +56,28 @@ def trained(kind, mask_kind, device, dtype, steps=3, start=0, optimizer="adam", 
     else:
         outer = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
     settings = InnerLoop(**{"steps": 3, "inner_lr": 0.1, **inner})
-    # Compiling takes long; each kind of mask is recorded, one of them compiled too.
-    extra = {"compiled": mask_kind == "binary"} if kind is GraphedEngine else {}
-    engine = kind(model, mask, outer, lambda step: tasks_of(step, device, dtype), settings, seed=5, **extra)
+    draw = draw or (lambda step: tasks_of(step, device, dtype))
+    return Lane(model, mask, outer, draw, settings, seed=5 + seed, outer_clamp=outer_clamp)
+
+
+def graphed(lanes, compiled=False, precision="float32"):
+    return GraphedEngine(lanes, CompiledArithmetic(lanes[0].model, lanes[0].inner.clip_norm, precision, compiled))
+
+
+def run(engine, steps=3, start=0):
     losses = []
     for step in range(start, start + steps):
-        engine.outer_step(step)
-        losses.append(engine.last_loss())
-    return model, mask, outer, losses
+        engine.outer_step([step] * len(engine.lanes))
+        losses.append(engine.last_losses())
+    return losses
+
+
+def trained(kind, mask_kind, device, dtype, steps=3, **settings):
+    lane = new_lane(mask_kind, device, dtype, **settings)
+    # Compiling takes long; each kind of mask is recorded, one of them compiled too.
+    engine = EagerEngine([lane]) if kind is EagerEngine else graphed([lane], compiled=mask_kind == "binary")
+    losses = run(engine, steps)
+    return lane.model, lane.mask, lane.optimizer, [loss for (loss,) in losses]
 
 
 def assert_same(one, two, tolerance):
@@ -100,23 +114,61 @@ def test_graphed_equals_eager_with_clipping_and_nesterov(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_outer_gradients_are_clamped_alike(device):
+    """SGD, so that the size of the gradients matters."""
+    settings = {"optimizer": "nesterov", "outer_clamp": 1e-3}
+    one = trained(EagerEngine, "binary", device, torch.float64, steps=1, **settings)
+    assert_same(one, trained(GraphedEngine, "binary", device, torch.float64, steps=1, **settings), 1e-10)
+    start = models.build("conv4", ways=5, channels=1, size=16, width=4, seed=0).state_dict()
+    moved = max(float((p.detach().cpu() - start[n].double()).abs().max()) for n, p in one[0].named_parameters())
+    assert moved == pytest.approx(1e-2 * 1e-3 * 1.9)  # learning rate, clamp, first Nesterov step
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["eager", "graphed"])
+def test_lanes_side_by_side_equal_lanes_alone(device, kind):
+    """Other seeds, masks, optimizers, inner learning rates and step numbers do not disturb each other."""
+
+    def lanes():
+        return [
+            new_lane("binary", device, torch.float64),
+            new_lane("anil", device, torch.float64, optimizer="nesterov", seed=1),
+            new_lane("generated", device, torch.float64, seed=2, inner_lr=0.05),
+        ]
+
+    def engine(some):
+        return EagerEngine(some) if kind == "eager" else graphed(some)
+
+    together = lanes()
+    side_by_side = engine(together)
+    for step in range(2):
+        side_by_side.outer_step([step, step + 7, step + 1])
+    losses = side_by_side.last_losses()
+    for number, (lane, first) in enumerate(zip(lanes(), (0, 7, 1), strict=True)):
+        alone = engine([lane])
+        for step in range(2):
+            alone.outer_step([first + step])
+        assert alone.last_losses() == pytest.approx([losses[number]], abs=1e-6)
+        for name, p in lane.model.named_parameters():
+            torch.testing.assert_close(p, dict(together[number].model.named_parameters())[name], rtol=0, atol=1e-9)
+        for name, m in lane.mask.tensors().items():
+            torch.testing.assert_close(m, together[number].mask.tensors()[name], rtol=0, atol=1e-9)
+
+
+def test_lanes_that_do_not_fit_together_are_refused():
+    lanes = [new_lane("binary", "cpu", torch.float32, steps=k) for k in (2, 3)]
+    with pytest.raises(ConfigError, match="inner_steps"):
+        make_engine(lanes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_new_engine_goes_on_where_another_stopped(device):
     """As a resumed run does: weights, mask and optimizer state are carried over, the graph is not."""
     whole = trained(GraphedEngine, "generated", device, torch.float64, steps=4)
-    model, mask, outer, _ = trained(GraphedEngine, "generated", device, torch.float64, steps=2)
-    engine = GraphedEngine(
-        model,
-        mask,
-        outer,
-        lambda step: tasks_of(step, device, torch.float64),
-        InnerLoop(3, 0.1),
-        seed=5,
-        compiled=False,
-    )
-    for step in (2, 3):
-        engine.outer_step(step)
-    engine.last_loss()
-    assert_same(whole, (model, mask, outer, whole[3]), 1e-8)
+    lane = new_lane("generated", device, torch.float64)
+    run(graphed([lane]), steps=2)
+    run(graphed([lane]), steps=2, start=2)
+    assert_same(whole, (lane.model, lane.mask, lane.optimizer, whole[3]), 1e-8)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,9 +178,14 @@ def test_both_evaluators_agree_and_follow_the_model(device, mask_kind):
     inner = InnerLoop(3, 0.1)
     evaluators = [make_evaluator(model, mask, inner, kind=kind, lanes=2) for kind in ("eager", "graphed")]
     for _ in range(2):
-        measured = [evaluate(tasks_of(9, device, torch.float64, count=5), 4) for evaluate in evaluators]
+        tasks = tasks_of(9, device, torch.float64, count=5)
+        measured = [evaluator.accuracies(tasks, 4) for evaluator in evaluators]
         assert measured[0].shape == (5,)
-        torch.testing.assert_close(measured[0].float(), measured[1].float(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(measured[0], measured[1], rtol=0, atol=1e-6)
+        probabilities = [evaluator.probabilities(tasks, 4) for evaluator in evaluators]
+        assert probabilities[0].shape == (5, 10, 5)
+        torch.testing.assert_close(*probabilities, rtol=0, atol=1e-8)
+        torch.testing.assert_close(probabilities[0].sum(-1), torch.ones_like(probabilities[0][..., 0]))
         with torch.no_grad():  # the second round must see the new weights
             model.head.weight.copy_(model.head.weight.flip(0))
 
@@ -137,63 +194,81 @@ def test_both_evaluators_agree_and_follow_the_model(device, mask_kind):
 def test_evaluation_after_no_steps_is_the_model_itself(device):
     model, mask, _, _ = trained(EagerEngine, "binary", device, torch.float64)
     tasks = tasks_of(9, device, torch.float64, count=2)
-    measured = make_evaluator(model, mask, InnerLoop(3, 0.1), kind="graphed", lanes=2)(tasks, 0)
+    measured = make_evaluator(model, mask, InnerLoop(3, 0.1), kind="graphed", lanes=2).accuracies(tasks, 0)
     expected = [(model(t.query_inputs).argmax(1) == t.query_labels).double().mean().item() for t in tasks]
     assert measured.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_non_finite_loss_is_reported_with_its_step(device):
-    model = models.build("conv4", ways=5, channels=1, size=16, width=4, seed=0).to(device)
-    mask = masks.binary(model)
 
     def poisoned(step):
         tasks = tasks_of(step, device, torch.float32)
         bad = torch.where(torch.as_tensor(step, device=device) == 2, float("nan"), 1.0)
         return [Task(t.support_inputs, t.support_labels, t.query_inputs * bad, t.query_labels) for t in tasks]
 
-    outer = torch.optim.Adam(model.parameters(), capturable=device == "cuda")
-    engine = GraphedEngine(model, mask, outer, poisoned, InnerLoop(2, 0.1), compiled=False)
-    for step in range(2):
-        engine.outer_step(step)
-    assert engine.last_loss() > 0
+    good = new_lane("binary", device, torch.float32, seed=1)
+    engine = graphed([good, new_lane("binary", device, torch.float32, draw=poisoned)])
+    assert all(loss > 0 for losses in run(engine, steps=2) for loss in losses)
     for step in (2, 3):
-        engine.outer_step(step)
-    with pytest.raises(NonFiniteError, match="outer step 3"):
-        engine.last_loss()
+        engine.outer_step([step, step])
+    with pytest.raises(NonFiniteError, match="outer step 3 of seed 5"):
+        engine.last_losses()
 
 
 def test_what_the_graphed_engine_does_not_support_runs_eagerly():
-    model = models.build("conv4", width=4, seed=0)
-    optimizer = torch.optim.Adam(model.parameters())
-    engine = make_engine(model, masks.fixed(model), optimizer, lambda step: [], InnerLoop(1, 0.1))
-    assert engine.name == "eager"
+    lane = new_lane("maml", "cpu", torch.float32)
+    assert make_engine([lane]).name == "eager"
     for inner, reason in [
         (InnerLoop(1, 0.1, order="second"), "second-order"),
         (InnerLoop(1, 0.1, batch_norm="support"), "support"),
+        (InnerLoop(1, 0.1, head="ridge"), "ridge"),
     ]:
-        assert choose(model, inner, "auto", "float32") == "eager"
+        assert choose(lane.model, lane.mask, inner, "auto", "float32") == "eager"
         with pytest.raises(ConfigError, match=reason):
-            choose(model, inner, "graphed", "float32")
+            choose(lane.model, lane.mask, inner, "graphed", "float32")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     with pytest.raises(ConfigError, match="dropout"):
-        choose(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), InnerLoop(1, 0.1), "graphed", "float32")
+        choose(model, masks.fixed(model), InnerLoop(1, 0.1), "graphed", "float32")
+
+
+class ReadsBack(nn.Module):
+    """A module that no graph can record: Python looks at a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(256, 5)
+
+    def forward(self, x):
+        return self.head(x.flatten(1) if x.mean().item() < 1e9 else x)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: graphs are recorded there")
+def test_a_module_that_cannot_be_recorded_runs_eagerly_with_a_note_cuda():
+    model = ReadsBack().cuda()
+    start = model.head.weight.detach().clone()
+    outer = torch.optim.Adam(model.parameters(), capturable=True)
+    lane = Lane(model, masks.fixed(model), outer, lambda s: tasks_of(s, "cuda", torch.float32), InnerLoop(2, 0.1))
+    with pytest.raises(ConfigError, match="cannot be recorded"):
+        make_engine([lane], kind="graphed")
+    engine = make_engine([lane])
+    assert engine.name == "eager"
+    assert "cannot be recorded" in engine.note
+    assert torch.equal(model.head.weight, start)
+    engine.outer_step([0])
+    assert engine.last_losses()[0] > 0
 
 
 def test_bfloat16_without_a_gpu_is_refused():
     model = models.build("conv4", width=4, seed=0)
     with pytest.raises(ConfigError, match="bfloat16 needs the graphed engine on a GPU"):
-        choose(model, InnerLoop(1, 0.1), "auto", "bfloat16")
+        choose(model, masks.fixed(model), InnerLoop(1, 0.1), "auto", "bfloat16")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_bfloat16_stays_close_to_float32_and_keeps_state_in_float32():
-    model = models.build("conv4", ways=5, channels=1, size=16, width=4, seed=0).to("cuda")
-    mask = masks.binary(model, generator=torch.Generator().manual_seed(1))
-    outer = torch.optim.Adam([*model.parameters(), *mask.parameters()], lr=1e-3, capturable=True)
-    engine = GraphedEngine(
-        model, mask, outer, lambda step: tasks_of(step, "cuda", torch.float32), InnerLoop(3, 0.1), precision="bfloat16"
-    )
-    engine.outer_step(0)
+    lane = new_lane("binary", "cuda", torch.float32)
+    losses = run(graphed([lane], compiled=True, precision="bfloat16"), steps=1)
     exact = trained(EagerEngine, "binary", "cuda", torch.float32, steps=1)
-    assert engine.last_loss() == pytest.approx(exact[3][0], abs=0.05)
-    assert {p.dtype for p in [*model.parameters(), *mask.parameters()]} == {torch.float32}
+    assert losses[0] == pytest.approx(exact[3], abs=0.05)
+    assert {p.dtype for p in [*lane.model.parameters(), *lane.mask.parameters()]} == {torch.float32}

@@ -1,6 +1,6 @@
 """The readable engine: one task after the other through ``inner_loop``, for any module on any device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from wheretolearn.data.random_bits import normal
 from wheretolearn.diagnosis import locate_non_finite
-from wheretolearn.engine.task import Draw, InnerLoop, Task
+from wheretolearn.engine.task import InnerLoop, Lane, Task, accuracy
 from wheretolearn.errors import NonFiniteError
 from wheretolearn.inner_loop import accumulate, adapt, add_gradient, second_order_meta_gradient, update_statistics
 from wheretolearn.masks import GradientMask
@@ -21,69 +21,82 @@ class EagerEngine:
 
     name = "eager"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mask: GradientMask,
-        optimizer: torch.optim.Optimizer,
-        draw: Draw,
-        inner: InnerLoop,
-        seed: int = 0,
-    ):
-        self.model, self.mask, self.optimizer = model, mask, optimizer
-        self.draw, self.inner, self.seed = draw, inner, seed
-        self._loss = float("nan")
+    def __init__(self, lanes: Sequence[Lane], note: str | None = None):
+        self.lanes, self.note = list(lanes), note
+        self._losses = [float("nan")] * len(self.lanes)
 
-    def outer_step(self, step: int) -> None:
-        """Update theta and mask from the tasks of one step."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.mask.resample(lambda like: normal(like.shape, self.seed, "mask noise", step, device=like.device))
-        tasks = self.draw(step)
-        losses = [self._add_gradient(task, 1.0 / len(tasks)) for task in tasks]
+    def outer_step(self, steps: Sequence[int]) -> None:
+        """Update theta and mask of every lane from the tasks of its step."""
+        for number, (lane, step) in enumerate(zip(self.lanes, steps, strict=True)):
+            self._losses[number] = self._outer_step(lane, step)
+
+    def last_losses(self) -> list[float]:
+        """Mean query loss of each lane's last step."""
+        return list(self._losses)
+
+    def evaluator(self, number: int) -> "EagerEvaluator":
+        """Measures the model of one lane."""
+        lane = self.lanes[number]
+        return EagerEvaluator(lane.model, lane.mask, lane.inner)
+
+    def _outer_step(self, lane: Lane, step: int) -> float:
+        lane.optimizer.zero_grad(set_to_none=True)
+        lane.mask.resample(lambda like: normal(like.shape, lane.seed, "mask noise", step, device=like.device))
+        tasks = lane.draw(step)
+        losses = [_add_task_gradient(lane, task, 1.0 / len(tasks)) for task in tasks]
         for number, loss in enumerate(losses):
             if not loss.isfinite():
-                raise NonFiniteError(self._explain(step, tasks[number], number))
-        self._check_gradients(step)
-        self.optimizer.step()
-        self._loss = torch.stack(losses).mean().item()
-
-    def _check_gradients(self, step: int) -> None:
-        """A loss can be finite and its gradient not; one step with it would spoil every weight."""
-        named = {**dict(self.model.named_parameters()), **{f"mask {n}": m for n, m in self.mask.raw.items()}}
-        sums = {name: tensor.grad.sum() for name, tensor in named.items() if tensor.grad is not None}
-        if not torch.stack(list(sums.values())).isfinite().all():
-            bad = next(name for name, total in sums.items() if not total.isfinite())
-            raise NonFiniteError(f"the gradient is not finite: outer step {step + 1}, {bad}. {ADVICE}")
-
-    def last_loss(self) -> float:
-        """Mean query loss of the last step."""
-        return self._loss
-
-    def _add_gradient(self, task: Task, weight: float) -> Tensor:
-        if self.inner.batch_norm == "running":
-            update_statistics(self.model, task.support_loss)
-        if self.inner.order == "first":
-            adapted = adapt(self.model, self.mask, task.support_loss, **_settings(self.inner))
-            return accumulate(adapted, task.query_loss, weight)
-        gradient = second_order_meta_gradient(
-            self.model, self.mask, task.support_loss, task.query_loss, **_settings(self.inner)
-        )
-        add_gradient(self.model, self.mask, gradient, weight)
-        return gradient.loss
-
-    def _explain(self, step: int, task: Task, number: int) -> str:
-        place = locate_non_finite(self.model, self.mask, task.support_loss, task.query_loss, **_settings(self.inner))
-        return f"the loss is not finite: outer step {step + 1}, task {number}, {place or 'place unknown'}. {ADVICE}"
+                raise NonFiniteError(_explain(lane, step, tasks[number], number))
+        _check_gradients(lane, step)
+        lane.clamp_gradients()
+        lane.optimizer.step()
+        return torch.stack(losses).mean().item()
 
 
-def eager_accuracies(
-    model: nn.Module, mask: GradientMask, inner: InnerLoop, tasks: Iterable[Task], steps: int
-) -> Tensor:
-    """Query accuracy of each task after ``steps`` inner steps."""
-    settings = {**_settings(inner), "steps": steps}
-    return torch.stack(
-        [adapt(model, mask, task.support_loss, **settings).evaluate(task.query_accuracy) for task in tasks]
+class EagerEvaluator:
+    """Measures a model, with the weights it then has, on one task after the other."""
+
+    def __init__(self, model: nn.Module, mask: GradientMask, inner: InnerLoop):
+        self.model, self.mask, self.inner = model, mask, inner
+
+    def accuracies(self, tasks: Iterable[Task], steps: int) -> Tensor:
+        """Query accuracy of each task after ``steps`` inner steps."""
+        return torch.stack([accuracy(self._probabilities(task, steps), task.query_labels) for task in tasks])
+
+    def probabilities(self, tasks: Iterable[Task], steps: int) -> Tensor:
+        """Probability of each class, for each query image of each task: ``[tasks, queries, ways]``."""
+        return torch.stack([self._probabilities(task, steps) for task in tasks])
+
+    def _probabilities(self, task: Task, steps: int) -> Tensor:
+        settings = {**_settings(self.inner), "steps": steps}
+        return adapt(self.model, self.mask, task.support_loss, **settings).evaluate(task.query_probabilities)
+
+
+def _add_task_gradient(lane: Lane, task: Task, weight: float) -> Tensor:
+    if lane.inner.batch_norm == "running":
+        update_statistics(lane.model, task.support_loss)
+    if lane.inner.order == "first":
+        adapted = adapt(lane.model, lane.mask, task.support_loss, **_settings(lane.inner))
+        return accumulate(adapted, task.query_loss, weight)
+    gradient = second_order_meta_gradient(
+        lane.model, lane.mask, task.support_loss, task.query_loss, **_settings(lane.inner)
     )
+    add_gradient(lane.model, lane.mask, gradient, weight)
+    return gradient.loss
+
+
+def _check_gradients(lane: Lane, step: int) -> None:
+    """A loss can be finite and its gradient not; one step with it would spoil every weight."""
+    named = {**dict(lane.model.named_parameters()), **{f"mask {n}": m for n, m in lane.mask.raw.items()}}
+    sums = {name: tensor.grad.sum() for name, tensor in named.items() if tensor.grad is not None}
+    if not torch.stack(list(sums.values())).isfinite().all():
+        bad = next(name for name, total in sums.items() if not total.isfinite())
+        raise NonFiniteError(f"the gradient is not finite: outer step {step + 1}, {bad}. {ADVICE}")
+
+
+def _explain(lane: Lane, step: int, task: Task, number: int) -> str:
+    place = locate_non_finite(lane.model, lane.mask, task.support_loss, task.query_loss, **_settings(lane.inner))
+    return f"the loss is not finite: outer step {step + 1}, task {number}, {place or 'place unknown'}. {ADVICE}"
 
 
 def _settings(inner: InnerLoop) -> dict[str, Any]:

@@ -1,13 +1,15 @@
-"""What an engine works on: tasks as tensors, and the settings of their inner loop."""
+"""What an engine works on: tasks as tensors, the settings of their inner loop, and the learners of one sitting."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wheretolearn.batch_norm import BatchNormMode
+from wheretolearn.masks import GradientMask
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,8 @@ class Task:
     def query_loss(self, network: nn.Module) -> Tensor:
         return F.cross_entropy(network(self.query_inputs), self.query_labels)
 
-    def query_accuracy(self, network: nn.Module) -> Tensor:
-        correct: Tensor = network(self.query_inputs).argmax(1) == self.query_labels
-        return correct.float().mean()
+    def query_probabilities(self, network: nn.Module) -> Tensor:
+        return F.softmax(network(self.query_inputs), dim=1)
 
 
 # The tasks of an outer step; on a GPU the step is a tensor there, so that a captured graph can draw them.
@@ -43,3 +44,28 @@ class InnerLoop:
     batch_norm: BatchNormMode = "batch"
     clip_norm: float | None = None
     order: Literal["first", "second"] = "first"
+    head: Literal["linear", "ridge"] = "linear"
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One learner among those that an engine trains side by side: what it changes, and how."""
+
+    model: nn.Module
+    mask: GradientMask
+    optimizer: torch.optim.Optimizer
+    draw: Draw
+    inner: InnerLoop
+    seed: int = 0
+    outer_clamp: float | None = None  # bound on every entry of the outer gradients
+
+    def clamp_gradients(self) -> None:
+        if self.outer_clamp is not None:
+            for tensor in (*self.model.parameters(), *self.mask.parameters()):
+                if tensor.grad is not None:
+                    tensor.grad.clamp_(-self.outer_clamp, self.outer_clamp)
+
+
+def accuracy(probabilities: Tensor, labels: Tensor) -> Tensor:
+    correct: Tensor = probabilities.argmax(-1) == labels
+    return correct.float().mean(-1)

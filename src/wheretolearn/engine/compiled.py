@@ -1,0 +1,140 @@
+"""Adaptation of any module's tasks on a GPU: the inner step compiled, each task on a stream of its own.
+
+Compiling fuses normalisation, activation, pooling and the masked update. Weights, rates and gradient sums stay in
+float32 whatever the precision of the network's passes.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+from torch.nn import functional as F
+
+from wheretolearn import batch_norm
+from wheretolearn.engine.graphed import Job, JobGradient, Precision, T, Tensors, new_stream
+from wheretolearn.engine.task import InnerLoop
+from wheretolearn.masks import GradientMask
+
+
+def unsupported(model: nn.Module, mask: GradientMask, inner: InnerLoop) -> str | None:
+    """Why this arithmetic cannot run such a training, or None if it can."""
+    if inner.order != "first":
+        return "second-order gradients"
+    if inner.head != "linear":
+        return f"the head {inner.head!r}"
+    if not getattr(mask, "elementwise", True):
+        return f"masks of the kind {mask.kind!r}"
+    if inner.batch_norm != "batch":
+        return f"the batch-norm mode {inner.batch_norm!r}"
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return "dropout"
+    return None
+
+
+class CompiledArithmetic:
+    """``model`` gives the architecture only: jobs bring their weights."""
+
+    def __init__(
+        self, model: nn.Module, clip_norm: float | None = None, precision: Precision = "float32", compiled: bool = True
+    ):
+        network = copy.deepcopy(model)
+        batch_norm.fix_mode(network, "batch")  # no statistics to carry along
+        device = next(model.parameters()).device
+        self.precision = precision
+        self._streams = ParallelStreams(device)
+
+        def outputs_of(parameters: Tensors, inputs: Tensor) -> Tensor:
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+                outputs: Tensor = functional_call(network, parameters, (inputs,))
+            return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+
+        def loss(moving: Tensors, still: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(outputs_of({**moving, **still}, inputs), labels)
+
+        gradient_of_moving = grad_and_value(loss)
+
+        def inner_step(
+            moving: Tensors, sums: Tensors, still: Tensors, rates: Tensors, inputs: Tensor, labels: Tensor
+        ) -> tuple[Tensors, Tensors]:
+            gradients, _ = gradient_of_moving(moving, still, inputs, labels)
+            if clip_norm is not None:
+                norm = torch.stack([(g * g).sum() for g in gradients.values()]).sum().sqrt()
+                scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+                gradients = {name: g * scale for name, g in gradients.items()}
+            moved = {name: moving[name] - rates[name] * gradients[name] for name in moving}  # Eq. 4
+            return moved, {name: sums[name] + gradients[name] for name in moving}
+
+        def outer_gradient(parameters: Tensors, inputs: Tensor, labels: Tensor) -> tuple[Tensors, Tensor]:
+            gradients, value = gradient_of_moving(parameters, {}, inputs, labels)
+            return gradients, value
+
+        self._outputs_of, self._inner_step, self._outer_gradient = outputs_of, inner_step, outer_gradient
+        if compiled and device.type == "cuda":
+            self._inner_step = torch.compile(inner_step, fullgraph=True, dynamic=False)
+            self._outer_gradient = torch.compile(outer_gradient, fullgraph=True, dynamic=False)
+
+    def meta_gradients(self, jobs: Sequence[Job], steps: int) -> list[JobGradient]:
+        return self._streams.run([partial(self._meta_gradient, job, steps) for job in jobs])
+
+    def probabilities(self, jobs: Sequence[Job], steps: int) -> Tensor:
+        return torch.stack(self._streams.run([partial(self._job_probabilities, job, steps) for job in jobs]))
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """Matrix precision and convolution search, for as long as kernels are being chosen."""
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = self.precision == "tf32"
+        try:
+            with torch.backends.cudnn.flags(
+                enabled=True, benchmark=True, deterministic=False, allow_tf32=self.precision != "float32"
+            ):
+                yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
+        parameters, sums = self._adapt(job, steps)
+        outer, loss = self._outer_gradient(parameters, job.task.query_inputs, job.task.query_labels)
+        return JobGradient(outer, sums, loss)
+
+    def _job_probabilities(self, job: Job, steps: int) -> Tensor:
+        parameters, _ = self._adapt(job, steps)
+        return F.softmax(self._outputs_of(parameters, job.task.query_inputs), dim=1)
+
+    def _adapt(self, job: Job, steps: int) -> tuple[Tensors, Tensors]:
+        rates = {name: rate.contiguous() for name, rate in job.rates.items()}  # expanded constants upset the compiler
+        moving = {name: job.theta[name] for name in rates}
+        still = {name: value for name, value in job.theta.items() if name not in moving}
+        sums = {name: torch.zeros_like(value) for name, value in moving.items()}
+        for _ in range(steps):
+            moving, sums = self._inner_step(
+                moving, sums, still, rates, job.task.support_inputs, job.task.support_labels
+            )
+        return {**moving, **still}, sums
+
+
+class ParallelStreams:
+    """Runs each job on a stream of its own, so that small kernels of different tasks share the GPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._streams: list[torch.cuda.Stream] = []
+
+    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        if self.device.type != "cuda":
+            return [job() for job in jobs]
+        while len(self._streams) < len(jobs):
+            self._streams.append(new_stream(self.device))
+        current = torch.cuda.current_stream(self.device)
+        results = []
+        for job, stream in zip(jobs, self._streams, strict=False):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                results.append(job())
+        for stream in self._streams[: len(jobs)]:
+            current.wait_stream(stream)
+        return results
