@@ -5,14 +5,18 @@ from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
-from wheretolearn.engine.compiled import CompiledArithmetic, unsupported
+from wheretolearn.engine import compiled, fused
+from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.eager import EagerEngine, EagerEvaluator
-from wheretolearn.engine.graphed import GraphedEngine, GraphedEvaluator, Precision
+from wheretolearn.engine.fused import FusedConv4
+from wheretolearn.engine.graphed import Arithmetic, GraphedEngine, GraphedEvaluator, Precision
 from wheretolearn.engine.task import InnerLoop, Lane, Task
-from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.errors import ConfigError
 from wheretolearn.masks import GradientMask
 
-EngineKind = Literal["auto", "eager", "graphed"]
+EngineName = Literal["eager", "graphed", "fused"]
+EngineKind = Literal["auto", "eager", "graphed", "fused"]
+FASTEST_FIRST: tuple[EngineName, ...] = ("fused", "graphed", "eager")
 
 
 class Evaluator(Protocol):
@@ -40,28 +44,33 @@ class Engine(Protocol):
 
 
 def make_engine(lanes: Sequence[Lane], *, kind: EngineKind = "auto", precision: Precision = "float32") -> Engine:
-    """The engine for trainings side by side; ``auto`` takes the fast one on a GPU wherever it can.
+    """The engine for trainings side by side; ``auto`` takes the fastest one that can run them.
 
     Lanes have one architecture, one number of inner steps and tasks alike in shape; all else may differ.
     """
-    first = lanes[0].inner
-    if any((lane.inner.steps, lane.inner.clip_norm) != (first.steps, first.clip_norm) for lane in lanes):
+    first = lanes[0]
+    alike = {(lane.inner.steps, lane.inner.clip_norm) for lane in lanes}
+    if len(alike) > 1:
         raise ConfigError("trainings side by side must have the same inner_steps and inner_clip_norm")
-    if {choose(lane.model, lane.mask, lane.inner, kind, precision) for lane in lanes} == {"graphed"}:
-        engine = GraphedEngine(lanes, CompiledArithmetic(lanes[0].model, first.clip_norm, precision))
+    # The most that all lanes can do.
+    possible = [choose(lane.model, lane.mask, lane.inner, kind, precision) for lane in lanes]
+    note = None
+    for name in FASTEST_FIRST[max(map(FASTEST_FIRST.index, possible)) :]:
+        if name == "eager":
+            break
+        engine = GraphedEngine(lanes, _arithmetic(name, first.model, first.inner, precision), name, note)
         try:
             engine.record()
-        except UserError:
-            raise
         except Exception as error:
-            if kind == "graphed" or precision == "bfloat16":
-                raise ConfigError(f"the module cannot be recorded as a CUDA graph: {_first_line(error)}") from error
-            note = (
-                f"the module cannot be recorded as a CUDA graph, so the slower eager engine runs: {_first_line(error)}"
-            )
-            return EagerEngine(lanes, note)
-        return engine
-    return EagerEngine(lanes)
+            problem = f"the {name} engine cannot run this: {_first_line(error)}"
+            if kind != "auto":
+                raise ConfigError(problem) from error
+            note = note or f"{problem}; a slower engine runs"
+        else:
+            return engine
+    if precision == "bfloat16":
+        raise ConfigError(f"precision=bfloat16 needs a fast engine: {note}")
+    return EagerEngine(lanes, note)
 
 
 def make_evaluator(
@@ -73,30 +82,41 @@ def make_evaluator(
     precision: Precision = "float32",
     lanes: int = 10,
 ) -> Evaluator:
-    """Measures a model outside training; ``lanes`` tasks at a time where the engine is graphed."""
-    if choose(model, mask, inner, kind, precision) == "graphed":
-        return GraphedEvaluator(model, mask, inner, CompiledArithmetic(model, inner.clip_norm, precision), lanes)
-    return EagerEvaluator(model, mask, inner)
+    """Measures a model outside training; ``lanes`` tasks at a time where the engine records graphs."""
+    name = choose(model, mask, inner, kind, precision)
+    if name == "eager":
+        return EagerEvaluator(model, mask, inner)
+    return GraphedEvaluator(model, mask, inner, _arithmetic(name, model, inner, precision), lanes)
 
 
 def choose(
     model: nn.Module, mask: GradientMask, inner: InnerLoop, kind: EngineKind, precision: Precision
-) -> Literal["eager", "graphed"]:
-    reason = unsupported(model, mask, inner)
-    if kind == "graphed":
-        if reason is not None:
-            raise ConfigError(f"the graphed engine does not support {reason}: use engine=eager or engine=auto")
-        return "graphed"
+) -> EngineName:
+    """The fastest engine for a training, or the one asked for if it can run it."""
     on_gpu = next(model.parameters()).device.type == "cuda"
-    if kind == "auto" and on_gpu and reason is None:
-        return "graphed"
+    reasons: dict[EngineName, str | None] = {"graphed": compiled.unsupported(model, mask, inner)}
+    reasons["fused"] = reasons["graphed"] or fused.unsupported(model, inner)
+    if kind == "graphed" or kind == "fused":
+        reason = reasons[kind]
+        if kind == "fused" and not on_gpu:
+            reason = reason or "a training without a GPU"
+        if reason is not None:
+            raise ConfigError(f"the {kind} engine does not support {reason}: use engine=eager or engine=auto")
+        return kind
+    if kind == "auto" and on_gpu:
+        for name in ("fused", "graphed"):
+            if reasons[name] is None:
+                return name
     if precision == "bfloat16":
-        raise ConfigError(
-            "precision=bfloat16 needs the graphed engine on a GPU"
-            + ("" if reason is None else f", which does not support {reason}")
-            + ": use precision=float32"
-        )
+        reason = "" if reasons["graphed"] is None else f", which does not support {reasons['graphed']}"
+        raise ConfigError(f"precision=bfloat16 needs the graphed engine on a GPU{reason}: use precision=float32")
     return "eager"
+
+
+def _arithmetic(name: EngineName, model: nn.Module, inner: InnerLoop, precision: Precision) -> Arithmetic:
+    if name == "fused":
+        return FusedConv4(model, precision)
+    return CompiledArithmetic(model, inner.clip_norm, precision)
 
 
 def _first_line(error: Exception) -> str:
