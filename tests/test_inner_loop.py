@@ -54,6 +54,46 @@ def generated_by_autograd(raw, name, noise):
     return Step.apply((raw[f"{name}.projection"] @ latent).view_as(offset) + offset)
 
 
+def row_of(raw, name, noise):
+    """Straight-through Gumbel-softmax of the layer's logits, in the shape of the parameter."""
+    owner = name.replace("bias", "weight")
+    position = list(raw).index(owner) * 3  # every layer of this network has three units
+    chance = torch.special.ndtr(noise[position : position + 3])
+    noisy = raw[owner] + torch.log(chance / (1 - chance))
+    soft = torch.sigmoid(noisy / 0.6)
+    hard = (noisy >= 0).to(soft.dtype) + soft - soft.detach()
+    return hard.view(-1, *[1] * (dict(network().named_parameters())[name].dim() - 1))
+
+
+def turned(raw, name, gradient):
+    matrices = [raw[f"{name}.{mode}"] for mode in ("out", "in", "kernel") if f"{name}.{mode}" in raw]
+    formula = {1: "po,o->p", 2: "po,qi,oi->pq", 3: "po,qi,lk,oik->pql"}[len(matrices)]
+    flat = gradient.flatten(2) if gradient.dim() > 2 else gradient
+    return torch.einsum(formula, *matrices, flat).view_as(gradient)
+
+
+def proximal(raw, name, gradient, moved):
+    strength = raw[name].exp()
+    after = (moved - LR * gradient) / (1 + LR * strength)
+    return (moved - after) / LR
+
+
+def away_from_start(make):
+    def made(model, generator=None):
+        mask = make(model)
+        for m in mask.raw.values():
+            m += 0.3 * torch.randn(m.shape, generator=torch.Generator().manual_seed(5))
+        return mask
+
+    return made
+
+
+# How an inner step of the kinds that are not elementwise goes: (raw, name, gradient, phi - theta) -> update
+STEPS = {
+    "curvature": (away_from_start(masks.curvature), lambda raw, name, g, _: turned(raw, name, g)),
+    "shrinkage": (away_from_start(masks.shrinkage), proximal),
+}
+
 KINDS = {
     "binary": (masks.binary, lambda raw, name, _: Step.apply(raw[name])),
     "relu": (
@@ -71,7 +111,20 @@ KINDS = {
     ),
     "fixed": (lambda model, **k: masks.fixed(model), lambda raw, name, _: 1.0),
     "generated": (lambda model, **k: masks.generated(model, latent_size=6, **k), generated_by_autograd),
+    "rows": (lambda model, **k: masks.rows(model, temperature=0.6, initial_logit=0.4, **k), row_of),
 }
+
+
+def steps_of(kind, mask):
+    """The kind's inner step as autograd would write it."""
+    if kind in STEPS:
+        return STEPS[kind][1]
+    noise = getattr(mask, "noise", None)
+    return lambda raw, name, gradient, _: KINDS[kind][1](raw, name, noise) * gradient
+
+
+def maker(kind):
+    return (STEPS if kind in STEPS else KINDS)[kind][0]
 
 
 def network():
@@ -92,21 +145,21 @@ def classification(x, y):
 SUPPORT, QUERY = classification(*batch(1)), classification(*batch(2, 9))
 
 
-def unrolled(model, mask, multiplier_of, steps, detach):
+def unrolled(model, mask, step_of, steps, detach):
     """Autograd through the whole inner loop; ``detach`` cuts second-order terms."""
     (xs, ys), (xq, yq) = batch(1), batch(2, 9)
     theta = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     raw = {n: m.detach().clone().requires_grad_() for n, m in mask.raw.items()}
-    noise = getattr(mask, "noise", None)
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     phi = dict(theta)
     for _ in range(steps):
         loss = F.cross_entropy(functional_call(model, {**phi, **buffers}, (xs,)), ys)
         gradients = torch.autograd.grad(loss, list(phi.values()), create_graph=True)
-        phi = {
-            n: p - LR * multiplier_of(raw, n, noise) * (g.detach() if detach else g)
-            for (n, p), g in zip(phi.items(), gradients, strict=True)
-        }
+        moved = {n: p - theta[n] for n, p in phi.items()}
+        if detach:
+            gradients = [g.detach() for g in gradients]
+            moved = {n: d.detach() for n, d in moved.items()}
+        phi = {n: p - LR * step_of(raw, n, g, moved[n]) for (n, p), g in zip(phi.items(), gradients, strict=True)}
     loss = F.cross_entropy(functional_call(model, {**phi, **buffers}, (xq,)), yq)
     gradients = torch.autograd.grad(loss, [*theta.values(), *raw.values()])
     return (
@@ -117,13 +170,13 @@ def unrolled(model, mask, multiplier_of, steps, detach):
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *STEPS])
 def test_first_order_closed_form_equals_autograd(kind, steps):
-    make, multiplier_of = KINDS[kind]
+    make = maker(kind)
     model = network()
     mask = make(model, generator=torch.Generator().manual_seed(3)) if kind != "fixed" else make(model)
     mask.to(torch.float64)
-    theta, raw, phi = unrolled(model, mask, multiplier_of, steps, detach=True)
+    theta, raw, phi = unrolled(model, mask, steps_of(kind, mask), steps, detach=True)
     adapted = adapt(model, mask, SUPPORT, steps=steps, inner_lr=LR)
     gradient = meta_gradient(adapted, QUERY)
     for name in theta:
@@ -138,16 +191,16 @@ def test_first_order_closed_form_equals_autograd(kind, steps):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *STEPS])
 def test_second_order_equals_autograd(kind, steps):
-    make, multiplier_of = KINDS[kind]
     model = network()
-    mask = make(model).to(torch.float64)
-    theta, raw, _ = unrolled(model, mask, multiplier_of, steps, detach=False)
+    mask = maker(kind)(model).to(torch.float64)
+    theta, raw, _ = unrolled(model, mask, steps_of(kind, mask), steps, detach=False)
     gradient = second_order_meta_gradient(model, mask, SUPPORT, QUERY, steps=steps, inner_lr=LR)
     for name in theta:
         torch.testing.assert_close(gradient.theta[name], theta[name], rtol=0, atol=1e-10)
     pulled = mask.pull_back(gradient.multipliers)
+    assert set(pulled) == set(raw)
     for name in raw:
         torch.testing.assert_close(pulled[name], raw[name], rtol=0, atol=1e-10)
 
@@ -183,10 +236,18 @@ def test_second_order_maml_equals_finite_differences():
     assert not torch.allclose(first_order.theta["0.weight"], gradient.theta["0.weight"], atol=1e-4)
 
 
-def test_meta_sgd_rates_equal_finite_differences():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: masks.linear(model, init=masks.uniform(-0.1, 0.4)),  # Meta-SGD
+        away_from_start(masks.curvature),
+        away_from_start(masks.shrinkage),
+    ],
+)
+def test_second_order_of_the_mask_equals_finite_differences(make):
     torch.manual_seed(1)
-    model = nn.Linear(3, 2).double()
-    mask = masks.linear(model, init=masks.uniform(-0.1, 0.4)).to(torch.float64)
+    model = nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(4, 2)).double()
+    mask = make(model).to(torch.float64)
     x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
 
     def support(net):
@@ -206,6 +267,45 @@ def test_meta_sgd_rates_equal_finite_differences():
                 values.append(adapt(model, mask, support, steps=2, inner_lr=1.0).evaluate(query).item())
                 flat[i] -= sign * 1e-6
             assert pulled[name].view(-1)[i].item() == pytest.approx((values[0] - values[1]) / 2e-6, abs=1e-7)
+
+
+def test_first_order_gradient_of_shrinkage_is_the_sum_of_displacements():
+    """d L / d lambda = -alpha g_out sum_k (phi_k - theta) / (1 + alpha lambda), k = 1 .. K."""
+    model = network()
+    mask = away_from_start(masks.shrinkage)(model).to(torch.float64)
+    gradient = meta_gradient(adapt(model, mask, SUPPORT, steps=3, inner_lr=LR), QUERY)
+    paths = [adapt(model, mask, SUPPORT, steps=k, inner_lr=LR).parameters for k in (1, 2, 3)]
+    for name, parameter in model.named_parameters():
+        strength = mask.raw[name].exp()
+        total = sum(path[name] - parameter.detach() for path in paths)
+        expected = -LR * gradient.theta[name] * total / (1 + LR * strength)
+        pulled = mask.pull_back(gradient.multipliers)[name]  # with respect to log lambda
+        torch.testing.assert_close(pulled, expected * strength, rtol=0, atol=1e-12)
+
+
+def test_shrinkage_stays_stable_where_a_plain_step_would_explode():
+    model = network()
+    mask = masks.shrinkage(model, init=masks.constant(5.0)).to(torch.float64)  # alpha lambda = 45
+    adapted = adapt(model, mask, SUPPORT, steps=100, inner_lr=LR)
+    assert adapted.losses.isfinite().all()
+    assert adapted.losses[-1] < adapted.losses[0]
+
+
+def test_shrinkage_ends_near_the_minimum_of_the_penalised_loss():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    mask = masks.shrinkage(model, init=masks.constant(0.5)).to(torch.float64)
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+
+    def support(net):
+        return F.mse_loss(net(x), y)
+
+    network = adapt(model, mask, support, steps=400, inner_lr=LR).module()
+    support(network).backward()
+    for name, parameter in network.named_parameters():
+        moved = parameter - model.get_parameter(name)
+        pull = mask.raw[name].exp() * moved
+        torch.testing.assert_close(parameter.grad, -pull, rtol=0, atol=1e-10)
 
 
 def test_the_model_is_left_as_it_was():
@@ -527,7 +627,7 @@ class TestPrecision:
             adapted = adapt(model, masks.fixed(model), loss, steps=5, inner_lr=0.5)
         assert (adapted.losses.diff() < 0).all()
 
-    @pytest.mark.parametrize("make", [masks.binary, masks.fixed])
+    @pytest.mark.parametrize("make", [masks.binary, masks.fixed, masks.rows, masks.curvature, masks.shrinkage])
     def test_half_precision_models_adapt_and_meta_learn(self, make):
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).to(torch.bfloat16)
         mask = make(model)
@@ -618,4 +718,4 @@ def test_statistics_of_several_support_losses_are_averaged():
 
 
 def test_every_maker_and_rule_has_its_oracle():
-    assert set(KINDS) == set(masks.MAKERS) | set(masks.RULES)
+    assert set(KINDS) | set(STEPS) == set(masks.MAKERS) | set(masks.RULES)

@@ -22,6 +22,9 @@ KINDS = {
     "linear": masks.linear,
     "fixed": masks.fixed,
     "generated": lambda model, **k: masks.generated(model, latent_size=7, **k),
+    "rows": masks.rows,
+    "curvature": lambda model, select="all", generator=None: masks.curvature(model, select),
+    "shrinkage": masks.shrinkage,
 }
 
 
@@ -35,13 +38,52 @@ def random_like(tensors):
     return {name: torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
 
 
+def perturbed(mask):
+    """Away from any special start value."""
+    for m in mask.raw.values():
+        m += 0.3 * torch.randn(m.shape, generator=torch.Generator().manual_seed(2))
+    return mask
+
+
+def updates(mask, gradients, moved, lr=0.1):
+    return mask.updates(mask.multipliers(), gradients, moved if mask.uses_moved else {}, lr)
+
+
 class TestContract:
     """What every kind of mask must do."""
 
-    def test_multipliers_have_the_parameters_names_and_shapes(self, make):
+    def test_updates_have_the_parameters_names_and_shapes(self, make):
         model = small_network()
-        multipliers = make(model).multipliers()
+        parameters = dict(model.named_parameters())
+        result = updates(perturbed(make(model)), random_like(parameters), random_like(parameters))
+        assert {n: u.shape for n, u in result.items()} == {n: p.shape for n, p in parameters.items()}
+
+    def test_updates_are_linear_in_gradients_and_displacements(self, make):
+        model = small_network()
+        mask = perturbed(make(model))
+        one = random_like(dict(model.named_parameters()))
+        two = {name: tensor.flip(0) + 1 for name, tensor in one.items()}
+        mixed = {name: 2 * one[name] - two[name] for name in one}
+        expected = updates(mask, one, two), updates(mask, two, one)
+        for name, update in updates(mask, mixed, {n: 2 * two[n] - one[n] for n in one}).items():
+            torch.testing.assert_close(update, 2 * expected[0][name] - expected[1][name], rtol=1e-4, atol=1e-4)
+
+    def test_elementwise_masks_multiply_entry_by_entry(self, make):
+        model = small_network()
+        mask = perturbed(make(model))
+        multipliers, gradients = mask.multipliers(), random_like(dict(model.named_parameters()))
+        if not mask.elementwise:
+            assert type(mask).updates is not masks.GradientMask.updates
+            return
         assert {n: m.shape for n, m in multipliers.items()} == {n: p.shape for n, p in model.named_parameters()}
+        for name, update in updates(mask, gradients, {}).items():
+            assert torch.equal(update, multipliers[name] * gradients[name])
+
+    def test_batch_norm_can_be_left_out(self, make):
+        model = small_network()
+        mask = make(model, select=masks.without_batch_norm(model))
+        assert mask.names == ("0.weight", "0.bias", "4.weight", "4.bias")
+        assert mask.sparsity().by_layer["1"] == 1.0
 
     def test_pull_back_gives_a_gradient_for_each_raw_parameter(self, make):
         mask = make(small_network())
@@ -57,14 +99,16 @@ class TestContract:
 
     def test_sparsity_counts_closed_multipliers(self, make):
         mask = make(small_network())
-        multipliers = mask.multipliers()
+        openness = mask.openness()
+        if mask.elementwise:
+            assert all(torch.equal(openness[name], m.abs()) for name, m in mask.multipliers().items())
         sparsity = mask.sparsity()
         closed = total = 0
-        for name, multiplier in multipliers.items():
-            share = (multiplier.abs() <= mask.closed_below).double().mean().item()
+        for name, value in openness.items():
+            share = (value <= mask.closed_below).double().mean().item()
             assert sparsity.by_tensor[name] == pytest.approx(share)
-            closed += share * multiplier.numel()
-            total += multiplier.numel()
+            closed += share * value.numel()
+            total += value.numel()
         assert sparsity.overall == pytest.approx(closed / total)
         assert set(sparsity.by_layer) == {"0", "1", "4"}
 
@@ -72,17 +116,21 @@ class TestContract:
         model = small_network()
         mask = make(model, select=["0.*", "4.weight"])
         assert mask.names == ("0.weight", "0.bias", "4.weight")
-        assert set(mask.multipliers()) == set(mask.names)
+        gradients = random_like({name: model.get_parameter(name) for name in mask.names})
+        assert set(updates(mask, gradients, gradients)) == set(mask.names)
         assert mask.sparsity().by_layer["1"] == 1.0
         assert mask.sparsity().by_tensor["4.bias"] == 1.0
 
     def test_saved_and_loaded_masks_are_equal(self, make, tmp_path):
         model = small_network()
-        mask = make(model)
+        mask = perturbed(make(model))
         mask.save(tmp_path / "mask.safetensors")
         loaded = masks.load(tmp_path / "mask.safetensors", model)
         assert type(loaded) is type(mask)
         assert (loaded.kind, loaded.names, loaded.shapes) == (mask.kind, mask.names, mask.shapes)
+        assert loaded.settings() == mask.settings()
+        for name, tensor in mask.tensors().items():
+            assert torch.equal(loaded.tensors()[name], tensor)
         for name, multiplier in mask.multipliers().items():
             assert torch.equal(loaded.multipliers()[name], multiplier)
         upstream = random_like(mask.multipliers())
@@ -163,9 +211,10 @@ def test_straight_through_scale_halves_the_gradient():
 def test_same_generator_seed_gives_the_same_mask(make):
     if make is masks.fixed:
         return
-    one, two, other = (make(small_network(), generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4))
-    assert all(torch.equal(one.raw[n], two.raw[n]) for n in one.raw)
-    assert any(not torch.equal(one.raw[n], other.raw[n]) for n in one.raw)
+    one, two, other = (make(small_network(), generator=torch.Generator().manual_seed(s)).tensors() for s in (3, 3, 4))
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    if make not in (KINDS["curvature"], KINDS["shrinkage"]):  # these start from constants
+        assert any(not torch.equal(one[n], other[n]) for n in one)
 
 
 def test_head_and_body_split_the_model():
@@ -265,11 +314,14 @@ def test_settings_survive_saving(tmp_path):
     for make in (masks.binary, KINDS["generated"]):
         make(model, straight_through_scale=0.5).save(tmp_path / "mask.safetensors")
         assert masks.load(tmp_path / "mask.safetensors", model).straight_through_scale == 0.5
+    masks.rows(model, temperature=0.7).save(tmp_path / "mask.safetensors")
+    assert masks.load(tmp_path / "mask.safetensors", model).temperature == 0.7
 
 
-def test_a_generated_mask_without_its_noise_is_refused(tmp_path):
+@pytest.mark.parametrize("kind", ["generated", "rows"])
+def test_a_random_mask_without_its_noise_is_refused(kind, tmp_path):
     model = small_network()
-    KINDS["generated"](model).save(tmp_path / "good.safetensors")
+    KINDS[kind](model).save(tmp_path / "good.safetensors")
     tensors, metadata = load_weights(tmp_path / "good.safetensors")
     del tensors["noise"]
     save_weights(tmp_path / "bad.safetensors", tensors, metadata)
@@ -346,3 +398,155 @@ def test_complex_parameters_are_refused():
 def test_a_parametrised_head_is_one_layer():
     model = nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
     assert set(masks.fixed(model, "body").names) == {"0.weight", "0.bias"}
+
+
+def test_a_mask_of_nothing_leaves_every_weight_alone(tmp_path):
+    model = small_network()
+    mask = masks.fixed(model, "none")
+    assert mask.names == ()
+    assert mask.sparsity().overall == 1.0
+    mask.save(tmp_path / "mask.safetensors")
+    assert masks.load(tmp_path / "mask.safetensors", model).names == ()
+
+
+def test_leaving_out_batch_norm_must_leave_something():
+    with pytest.raises(ConfigError, match="only batch-norm"):
+        masks.without_batch_norm(small_network(), "1.*")
+    assert masks.without_batch_norm(nn.Linear(2, 2)) == ("weight", "bias")
+
+
+class TestRows:
+    def test_weights_and_bias_of_a_unit_are_open_or_closed_together(self):
+        mask = perturbed(masks.rows(small_network(width=16)))
+        multipliers = mask.multipliers()
+        rows = multipliers["0.weight"].flatten(1)
+        assert ((rows == 0) | (rows == 1)).all()
+        assert torch.equal(rows, multipliers["0.bias"].unsqueeze(1).expand_as(rows))
+        assert 0 < mask.sparsity().by_tensor["0.weight"] < 1
+        assert set(mask.raw) == {"0.weight", "1.weight", "4.weight"}
+        assert mask.raw["4.weight"].shape == (3,)
+
+    @pytest.mark.parametrize("logit", [-2.0, 0.0, 1.0])
+    def test_a_unit_is_open_with_the_chance_of_its_logit(self, logit):
+        mask = masks.rows(nn.Linear(1, 20_000), initial_logit=logit, generator=torch.Generator().manual_seed(0))
+        expected = torch.sigmoid(torch.tensor(logit)).item()
+        assert mask.multipliers()["bias"].mean().item() == pytest.approx(expected, abs=0.012)
+
+    def test_resampling_draws_one_noise_for_all_units(self):
+        mask = masks.rows(small_network(width=16))
+        before, asked = mask.multipliers(), []
+
+        def draw(like):
+            asked.append(like.shape)
+            return torch.full_like(like, 100.0)
+
+        mask.resample(draw)
+        assert asked == [(16 + 16 + 3,)]
+        assert all((m == 1).all() for m in mask.multipliers().values())
+        assert not torch.equal(before["0.bias"], mask.multipliers()["0.bias"])
+
+    def test_gradient_is_that_of_the_binary_gumbel_softmax(self):
+        mask = perturbed(masks.rows(nn.Linear(2, 3), temperature=0.5)).to(torch.float64)
+        upstream = {name: m.double() for name, m in random_like(mask.multipliers()).items()}
+        logits = mask.raw["weight"].clone().requires_grad_()
+        chance = torch.special.ndtr(mask.noise)
+        soft = torch.sigmoid((logits + torch.log(chance / (1 - chance))) / 0.5)
+        loss = (soft.unsqueeze(1) * upstream["weight"]).sum() + (soft * upstream["bias"]).sum()
+        (expected,) = torch.autograd.grad(loss, logits)
+        torch.testing.assert_close(mask.pull_back(upstream)["weight"], expected)
+
+    def test_extreme_noise_gives_finite_gradients(self):
+        mask = masks.rows(nn.Linear(2, 3))
+        mask.resample(lambda like: torch.tensor([-30.0, 0.0, 30.0]))
+        gradient = mask.pull_back({"weight": torch.ones(3, 2), "bias": torch.ones(3)})["weight"]
+        assert gradient.isfinite().all()
+        assert mask.multipliers()["bias"].tolist() == [0.0, 1.0, 1.0]
+
+    def test_parameters_of_any_shape_are_covered(self):
+        class Odd(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scalar = nn.Parameter(torch.ones(()))
+                self.vector = nn.Parameter(torch.ones(3))
+                self.matrix = nn.Parameter(torch.ones(2, 3))
+
+        for make in (masks.rows, masks.curvature, masks.shrinkage):
+            mask = make(Odd())
+            gradients = random_like({name: torch.ones(shape) for name, shape in mask.shapes.items()})
+            assert {n: u.shape for n, u in updates(mask, gradients, gradients).items()} == mask.shapes
+            assert {n: v.shape for n, v in mask.openness().items()} == mask.shapes
+
+    def test_temperature_must_be_positive(self):
+        with pytest.raises(ConfigError, match="temperature"):
+            masks.rows(nn.Linear(2, 2), temperature=0.0)
+
+
+class TestCurvature:
+    def test_starts_as_plain_gradient_descent(self):
+        model = small_network()
+        gradients = random_like(dict(model.named_parameters()))
+        for name, update in updates(masks.curvature(model), gradients, {}).items():
+            assert torch.equal(update, gradients[name])
+
+    def test_is_one_matrix_for_each_mode(self):
+        model = small_network()
+        mask = perturbed(masks.curvature(model))
+        gradients = random_like(dict(model.named_parameters()))
+        raw, result = mask.raw, updates(mask, gradients, {})
+        matrices = raw["0.weight.out"], raw["0.weight.in"], raw["0.weight.kernel"]
+        assert [m.shape for m in matrices] == [(4, 4), (1, 1), (9, 9)]
+        expected = torch.einsum("po,qi,lk,oik->pql", *matrices, gradients["0.weight"].flatten(2))
+        torch.testing.assert_close(result["0.weight"].flatten(2), expected)
+        expected = raw["4.weight.out"] @ gradients["4.weight"] @ raw["4.weight.in"].T
+        torch.testing.assert_close(result["4.weight"], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(result["1.bias"], raw["1.bias.out"] @ gradients["1.bias"])
+
+    def test_a_weight_counts_as_closed_when_nothing_reaches_it(self):
+        mask = masks.curvature(nn.Linear(4, 2))
+        mask.raw["weight.out"][0] = 0.0
+        assert mask.sparsity().by_tensor == {"weight": 0.5, "bias": 0.0}
+        gradients = {"weight": torch.ones(2, 4), "bias": torch.ones(2)}
+        assert (updates(mask, gradients, {})["weight"][0] == 0).all()
+
+    @pytest.mark.parametrize(
+        "damage", [lambda t: t.pop("4.bias.out"), lambda t: t.update({"4.bias.out": torch.ones(1, 1)})]
+    )
+    def test_damaged_files_are_refused(self, damage, tmp_path):
+        model = small_network()
+        masks.curvature(model).save(tmp_path / "good.safetensors")
+        tensors, metadata = load_weights(tmp_path / "good.safetensors")
+        damage(tensors)
+        save_weights(tmp_path / "bad.safetensors", tensors, metadata)
+        with pytest.raises(MismatchError, match=r"holds no gradient mask.*4\.bias\.out"):
+            masks.load(tmp_path / "bad.safetensors", model)
+
+
+class TestShrinkage:
+    def test_the_step_solves_its_proximal_problem(self):
+        mask = perturbed(masks.shrinkage(nn.Linear(3, 2))).to(torch.float64)
+        gradients, lr = {n: g.double() for n, g in random_like(mask.multipliers()).items()}, 0.3
+        moved = {name: g.flip(0) for name, g in gradients.items()}
+        for name, update in updates(mask, gradients, moved, lr).items():
+            after = moved[name] - lr * update
+            strength = mask.raw[name].exp()
+            # Stationary in: gradient . d + strength / 2 d^2 + |d - moved|^2 / (2 lr)
+            stationary = gradients[name] + strength * after + (after - moved[name]) / lr
+            torch.testing.assert_close(stationary, torch.zeros_like(stationary))
+
+    @pytest.mark.parametrize("raw", [-1e4, -40.0, 0.0, 40.0, 1e4])
+    def test_no_strength_makes_a_step_diverge(self, raw):
+        mask = masks.shrinkage(nn.Linear(3, 2), init=masks.constant(raw))
+        moved = random_like(mask.multipliers())
+        still = {name: torch.zeros_like(m) for name, m in moved.items()}
+        for name, update in updates(mask, still, moved, 10.0).items():
+            after = moved[name] - 10.0 * update
+            assert (after.abs() <= moved[name].abs()).all()
+        assert all(g.isfinite().all() for g in mask.pull_back(moved).values())
+
+    def test_strong_pulls_count_as_closed(self):
+        strong, weak = (masks.shrinkage(nn.Linear(3, 2), init=masks.constant(raw)) for raw in (7.0, 6.0))
+        assert (strong.sparsity().overall, weak.sparsity().overall) == (1.0, 0.0)
+
+    def test_default_strength(self):
+        mask = masks.shrinkage(nn.Linear(3, 2))
+        torch.testing.assert_close(mask.raw["bias"].exp(), torch.full((2,), 0.1))

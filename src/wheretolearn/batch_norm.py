@@ -24,6 +24,16 @@ def layers(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
+def parameter_names(model: nn.Module) -> set[str]:
+    """Scale and shift of every batch-norm layer."""
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+
 def check_mode(model: nn.Module, mode: str) -> None:
     if mode not in get_args(BatchNormMode):
         raise ConfigError(f"unknown batch-norm mode {mode!r}; choose one of {', '.join(get_args(BatchNormMode))}")

@@ -8,7 +8,8 @@ This is the readable path, for any ``nn.Module``; faster engines are tested agai
 
 First order (the default) needs no graph through the loop: with g_out the query gradient at phi_K,
 d L / d theta = g_out and d L / d multiplier = -inner_lr * g_out * sum_k g_in(k) (Eq. 5), so one running sum of inner
-gradients is kept and memory does not grow with the number of steps. Second order is a path of its own.
+gradients is kept and memory does not grow with the number of steps. Masks that are not elementwise take the same
+derivative of their step, at the sums of what went into it. Second order is a path of its own.
 """
 
 import copy
@@ -37,6 +38,7 @@ class Adapted:
     parameters: Tensors  # phi_K: every trainable parameter
     buffers: Tensors
     gradient_sum: Tensors  # sum of the inner gradients of each covered parameter; empty for fixed masks
+    moved_sum: Tensors  # sum of phi_k - theta before each step, for masks that use it
     losses: Tensor  # [steps] support loss before each step
     inner_lr: float
     batch_norm: BatchNormMode
@@ -85,7 +87,9 @@ def adapt(
     multipliers = mask.multipliers()
     parameters = _theta(model, mask)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    start = {name: parameters[name].clone() for name in mask.names} if mask.uses_moved else {}
     gradient_sum = {name: _wide_zeros(parameters[name]) for name in mask.names} if mask.raw else {}
+    moved_sum = {name: _wide_zeros(tensor) for name, tensor in start.items()}
     for name in mask.names:
         parameters[name].requires_grad_()
     losses = []
@@ -94,10 +98,13 @@ def adapt(
             loss = run_with(model, parameters, buffers, step_loss)
             gradients = _clipped(_gradients(loss, parameters, mask.names), clip_norm)
             with torch.no_grad():
-                for name, gradient in gradients.items():
-                    parameters[name].sub_(multipliers[name] * gradient, alpha=inner_lr)  # Eq. 4
-                    if gradient_sum:
-                        gradient_sum[name].add_(gradient)
+                moved = {name: parameters[name] - tensor for name, tensor in start.items()}
+                for name, update in mask.updates(multipliers, gradients, moved, inner_lr).items():
+                    parameters[name].sub_(update, alpha=inner_lr)
+                for name, total in gradient_sum.items():
+                    total.add_(gradients[name])
+                for name, total in moved_sum.items():
+                    total.add_(moved[name])
             torch.clear_autocast_cache()  # it would go on using casts of the old weights
             losses.append(loss.detach())
             del loss, gradients  # free the graph before the next forward pass
@@ -110,6 +117,7 @@ def adapt(
         parameters=parameters,
         buffers=buffers,
         gradient_sum=gradient_sum,
+        moved_sum=moved_sum,
         losses=torch.stack(losses) if losses else torch.empty(0),
         inner_lr=inner_lr,
         batch_norm=batch_norm_mode,
@@ -128,11 +136,21 @@ def meta_gradient(adapted: Adapted, query_loss: Loss) -> MetaGradient:
     with torch.enable_grad():
         loss = adapted._query(query_loss, parameters)
         outer = _gradients(loss, parameters, tuple(parameters))
-    multipliers = {
-        name: outer[name] * inner_sum * -adapted.inner_lr  # Eq. 5
-        for name, inner_sum in adapted.gradient_sum.items()
-    }
-    return MetaGradient(loss.detach(), theta=outer, multipliers=multipliers)
+    return MetaGradient(loss.detach(), theta=outer, multipliers=_multiplier_gradients(adapted, outer))
+
+
+def _multiplier_gradients(adapted: Adapted, outer: Tensors) -> Tensors:
+    if adapted.mask.elementwise:
+        return {
+            name: outer[name] * inner_sum * -adapted.inner_lr  # Eq. 5
+            for name, inner_sum in adapted.gradient_sum.items()
+        }
+    multipliers = {name: m.detach().requires_grad_() for name, m in adapted.mask.multipliers().items()}
+    with torch.enable_grad():
+        total = adapted.mask.updates(multipliers, adapted.gradient_sum, adapted.moved_sum, adapted.inner_lr)
+        towards = [outer[name].to(total[name].dtype) * -adapted.inner_lr for name in total]
+        values = torch.autograd.grad(list(total.values()), list(multipliers.values()), towards)
+    return dict(zip(multipliers, values, strict=True))
 
 
 def second_order_meta_gradient(
@@ -162,9 +180,9 @@ def second_order_meta_gradient(
             for step_loss in step_losses:
                 loss = run_with(model, parameters, buffers, step_loss)
                 gradients = _clipped(_gradients(loss, parameters, mask.names, create_graph=True), clip_norm)
-                for name, gradient in gradients.items():
-                    step = inner_lr * multipliers[name] * gradient
-                    parameters[name] = parameters[name] - step.to(parameters[name].dtype)
+                moved = {name: parameters[name] - theta[name] for name in mask.names} if mask.uses_moved else {}
+                for name, update in mask.updates(multipliers, gradients, moved, inner_lr).items():
+                    parameters[name] = parameters[name] - (inner_lr * update).to(parameters[name].dtype)
         if batch_norm_mode == "support":
             _collect_statistics(model, parameters, buffers, support_loss)
         with batch_norm.normalising(model, by_batch=batch_norm_mode == "batch"):

@@ -130,6 +130,33 @@ def test_conv4_refuses_images_that_pool_away() -> None:
         Conv4(size=12)
 
 
+def test_t_net_starts_as_plain_conv4_with_the_same_weights() -> None:
+    plain, transformed = (build("conv4", seed=3, width=8, t_net=t_net) for t_net in (False, True))
+    weights = transformed.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in plain.state_dict().items())
+    images = torch.rand(4, 3, 84, 84, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(transformed(images), plain(images))
+
+
+def test_t_net_names_what_it_adds_and_uses_it() -> None:
+    model = Conv4(width=8, t_net=True)
+    added = {f"block{n}.transform.weight" for n in (1, 2, 3, 4)} | {"head_transform.weight"}
+    assert model.transform_names() == added == set(model.state_dict()) - set(Conv4(width=8).state_dict())
+    assert Conv4(width=8).transform_names() == set()
+    assert [name for name, _ in model.named_parameters()][-2:] == ["head.weight", "head.bias"]
+    images = torch.rand(4, 3, 84, 84, generator=torch.Generator().manual_seed(0))
+    before = model(images)
+    for name in sorted(added):
+        weight = model.get_parameter(name)
+        with torch.no_grad():
+            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        after = model(images)
+        assert not torch.allclose(after, before), name
+        before = after
+    F.cross_entropy(before, torch.arange(4)).backward()
+    assert all(model.get_parameter(name).grad is not None for name in added)
+
+
 def test_mlp_follows_its_recipe() -> None:
     model = build("mlp", seed=3)
     weight = model.get_parameter("layer1.weight")

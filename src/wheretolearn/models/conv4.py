@@ -12,36 +12,61 @@ class Conv4(nn.Module):
 
     Input ``[N, channels, size, size]``: 84x84 leaves 5x5 positions of ``width`` features, 28x28 leaves one.
     ``bias=False`` leaves out every bias: of convolutions, of batch norm (its shift), and of the head.
+    ``t_net=True`` adds a linear transformation, at first the identity, to what each convolution and the head give
+    (Lee and Choi, 2018): no inner loop is to change these ``transform_names()``.
     """
 
-    def __init__(self, ways: int = 5, channels: int = 3, size: int = 84, width: int = 64, bias: bool = True) -> None:
+    def __init__(
+        self,
+        ways: int = 5,
+        channels: int = 3,
+        size: int = 84,
+        width: int = 64,
+        bias: bool = True,
+        t_net: bool = False,
+    ) -> None:
         positions = (size // 16) ** 2
         if positions == 0:
             raise ConfigError(
                 f"conv4 halves its input four times and needs images of at least 16x16, not {size}x{size}"
             )
         super().__init__()
-        self.block1 = _block(channels, width, bias)
-        self.block2 = _block(width, width, bias)
-        self.block3 = _block(width, width, bias)
-        self.block4 = _block(width, width, bias)
+        self.block1 = _block(channels, width, bias, t_net)
+        self.block2 = _block(width, width, bias, t_net)
+        self.block3 = _block(width, width, bias, t_net)
+        self.block4 = _block(width, width, bias, t_net)
+        # Before the head, which stays the last layer by name.
+        self.head_transform = _identity(nn.Linear, ways, ways) if t_net else None
         self.head = nn.Linear(positions * width, ways, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.block4(self.block3(self.block2(self.block1(x))))
         logits: Tensor = self.head(x.flatten(1))
-        return logits
+        return logits if self.head_transform is None else self.head_transform(logits)
+
+    def transform_names(self) -> set[str]:
+        """The parameters that ``t_net`` adds."""
+        return {name for name, _ in self.named_parameters() if name.split(".")[-2].endswith("transform")}
 
 
-def _block(channels: int, width: int, bias: bool) -> nn.Sequential:
+def _block(channels: int, width: int, bias: bool, t_net: bool) -> nn.Sequential:
     norm = nn.BatchNorm2d(width)
     if not bias:
         norm.register_parameter("bias", None)
-    return nn.Sequential(
-        OrderedDict(
-            conv=nn.Conv2d(channels, width, 3, padding=1, bias=bias),
-            norm=norm,
-            relu=nn.ReLU(),
-            pool=nn.MaxPool2d(2),
-        )
-    )
+    layers: OrderedDict[str, nn.Module] = OrderedDict(conv=nn.Conv2d(channels, width, 3, padding=1, bias=bias))
+    if t_net:
+        layers["transform"] = _identity(nn.Conv2d, width, width, 1)
+    layers.update(norm=norm, relu=nn.ReLU(), pool=nn.MaxPool2d(2))
+    return nn.Sequential(layers)
+
+
+def _identity(layer: type[nn.Linear | nn.Conv2d], *sizes: int) -> nn.Module:
+    """A layer without bias that starts as the identity."""
+    # Drawing no random numbers, it leaves the other weights what they are without it.
+    made: nn.Module = nn.utils.skip_init(layer, *sizes, bias=False)  # type: ignore[no-untyped-call]
+    weight = made.get_parameter("weight")
+    if weight.dim() == 2:
+        nn.init.eye_(weight)
+    else:
+        nn.init.dirac_(weight)
+    return made
