@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from wheretolearn.cli import data, demo, fewshot, presets
+from wheretolearn.cli import adapt, data, demo, fewshot, presets
 from wheretolearn.errors import UserError
 from wheretolearn.version import __version__
 
@@ -20,6 +20,7 @@ app.command("demo")(demo.demo)
 app.command("train")(fewshot.train)
 app.command("resume")(fewshot.resume)
 app.command("evaluate")(fewshot.evaluate)
+app.command("adapt")(adapt.adapt)
 app.command("presets")(presets.presets)
 app.command("settings")(presets.settings)
 

@@ -82,10 +82,27 @@ def decode(picture: Picture, height: int, width: int, channels: int) -> Images:
 def decode_ink(picture: Picture, size: int) -> Images:
     """A dark drawing on white paper as ink 255 on 0, [size, size, 1], by area averaging."""
     with _opened(picture) as image:
-        ink = 255.0 - np.asarray(to_mode(image, "L"), dtype=np.float32)
-        height, width = ink.shape
-        small = area_weights(height, size) @ ink @ area_weights(width, size).T
-        return np.rint(small).astype(np.uint8)[:, :, None]
+        return _area_average(255.0 - np.asarray(to_mode(image, "L"), dtype=np.float32), size)
+
+
+def decode_drawing(picture: Picture, size: int) -> Images:
+    """A drawing on any ground, dark on paper or light on black, as ink 255 on 0, [size, size, 1].
+
+    The ground is what most of the border shows; it becomes 0, and grey paper does so as well as white.
+    """
+    with _opened(picture) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        grey = np.asarray(to_mode(image, "L"), dtype=np.float32)
+        ground = np.median(np.concatenate([grey[0], grey[-1], grey[:, 0], grey[:, -1]]))
+        away = ground - grey if ground > 127 else grey - ground
+        ink = np.clip(away * (255 / max(ground, 255 - ground)), 0, 255)
+        return _area_average(ink, size)
+
+
+def _area_average(ink: npt.NDArray[np.float32], size: int) -> Images:
+    height, width = ink.shape
+    small = area_weights(height, size) @ ink @ area_weights(width, size).T
+    return np.rint(small).astype(np.uint8)[:, :, None]
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:

@@ -1,0 +1,85 @@
+"""``wheretolearn adapt``: a finished run on a user's own images."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from wheretolearn.cli.fewshot import Device, Threads, chosen_device, set_threads
+from wheretolearn.cli.progress import progress_bar
+from wheretolearn.data.image_set import human_bytes
+from wheretolearn.errors import UserError
+from wheretolearn.fewshot.own_images import FILES, Outcome, adapt_to_folder
+from wheretolearn.runs.folder import RunFolder
+
+SHOWN = 50  # rows of the table on the terminal
+
+
+def adapt(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    support: Annotated[Path, typer.Option(help="Images to learn from: one folder per class, named by the class.")],
+    query: Annotated[Path, typer.Option(help="Images to judge: class folders (to measure accuracy), or just images.")],
+    steps: Annotated[int | None, typer.Option(help="Inner steps; default: the run's test_inner_steps.", min=0)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results; default: RUN/adapted/<name of the support folder>.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace earlier results in that folder.")] = False,
+    device: Device = "auto",
+    threads: Threads = None,
+) -> None:
+    """Adapt a trained model to images of your own and let it judge others.
+
+    Images of any size and format are squashed to the size of those that the run learned from.
+
+    Runs on drawings (glyphs, omniglot, mnist) take dark ink on paper and light ink on black; crop photographs to it.
+    """
+    set_threads(threads)
+    device = chosen_device(device)
+    folder = out if out is not None else run / "adapted" / (support.resolve().name or "support")
+    if (folder / "run.json").exists():
+        raise UserError(f"{folder} is a run, whose model must not be replaced: choose another --out")
+    found = next((name for name in FILES if (folder / name).exists()), None)
+    if found is not None and not force:
+        raise UserError(f"{folder} already holds {found}: --force replaces it, or choose another --out")
+    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"cannot keep results in {folder}: {parent} cannot be written to; choose another --out")
+    with RunFolder.open(run) as opened, progress_bar("adapting") as tick:
+        outcome = adapt_to_folder(opened, support, query, steps=steps, device=device, progress=tick)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot keep results in {folder}: {error.strerror}; choose another --out") from error
+    outcome.save(folder)
+    _show(outcome, folder)
+
+
+def _show(outcome: Outcome, folder: Path) -> None:
+    predictions = outcome.predictions
+    counts = ", ".join(f"{name} {count}" for name, count in outcome.support_counts.items())
+    typer.echo(f"{outcome.steps} inner steps on the images of {len(outcome.support_counts)} classes: {counts}")
+    labelled = predictions.accuracy is not None
+    table = Table("image", "prediction", "confidence", *(("truth", "") if labelled else ()))
+    for image in predictions.images[:SHOWN]:
+        truth = (image.truth or "", "" if image.label == image.truth else "wrong") if labelled else ()
+        table.add_row(*map(Text, (image.file, image.label, f"{image.confidence:.1%}", *truth)))
+    Console().print(table)
+    if len(predictions.images) > SHOWN:
+        typer.echo(f"... and {len(predictions.images) - SHOWN} more in predictions.csv")
+    if predictions.accuracy is not None:
+        typer.echo(f"accuracy {predictions.accuracy:.1%} ({predictions.correct} of {len(predictions.images)} images)")
+    share = outcome.changed / outcome.total
+    typer.echo(f"{outcome.changed:,} of {outcome.total:,} weights changed ({share:.1%})")
+    whole = human_bytes((folder / "model.safetensors").stat().st_size)
+    if outcome.delta is None:
+        typer.echo(f"they are the head, solved on the support images; the whole model takes {whole}")
+    else:
+        changes = human_bytes((folder / "delta.safetensors").stat().st_size)
+        typer.echo(f"the changes alone take {changes}, the whole model {whole}")
+    for note in outcome.notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"results: {folder} ({', '.join(name for name in FILES if (folder / name).exists())})")
