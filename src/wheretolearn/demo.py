@@ -7,11 +7,7 @@ threads. The processes write to run folders, so the demo is stopped, killed and 
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,8 @@ from wheretolearn.presets import load_preset
 from wheretolearn.report.comparison import MethodResult
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.signals import StopRequest
+from wheretolearn.runs.workers import Teller, run_workers
+from wheretolearn.runs.workers import work as work_for_parent
 from wheretolearn.storage import read_json, write_json
 
 METHODS = {"sparse-MAML": "demo.sparse-maml", "MAML": "demo.maml"}
@@ -37,8 +34,6 @@ ABOUT = {
 }
 EVALUATED = {"held-out characters": "characters", "held-out scripts": "scripts"}
 TEST_TASKS = 300
-# Of a worker; the last is one that was told to stop while it was starting or testing, when nothing needs saving.
-_GOOD_ENDS = (0, Stopped.exit_code, -signal.SIGTERM)
 
 Update = Callable[[str, int, Mapping[str, Any]], None]  # (method, outer step, latest values)
 
@@ -48,8 +43,11 @@ def open_runs(folder: Path, seed: int = 0, settings: Mapping[str, Any] | None = 
     runs = {}
     for method in METHODS:
         path, config = _path(folder, method), _config(method, settings)
-        run = RunFolder.open(path) if (path / "run.json").exists() else RunFolder.create(path, config, seed, "fewshot")
-        if run.config != config:
+        if (path / "run.json").exists():
+            run = RunFolder.open(path)
+        else:
+            run = RunFolder.create(path, to_dict(config), seed, "fewshot", METHODS[method], "paper")
+        if not _has(run, config):
             raise UserError(f"{path} holds a run with other settings: choose another folder, or remove it")
         if run.seed != seed:
             raise UserError(
@@ -68,7 +66,7 @@ def forget(folder: Path, settings: Mapping[str, Any] | None = None) -> None:
         path = _path(folder, method)
         if not path.is_dir() or not any(path.iterdir()):
             continue
-        if not (path / "run.json").exists() or RunFolder.open(path).config != _config(method, settings):
+        if not (path / "run.json").exists() or not _has(RunFolder.open(path), _config(method, settings)):
             raise UserError(f"{path} is not a run of this demo and is not deleted: choose another folder, or remove it")
         earlier.append(path)
     for path in earlier:
@@ -81,9 +79,14 @@ def _path(folder: Path, method: str) -> Path:
     return folder / METHODS[method].partition(".")[2]
 
 
-def _config(method: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+def _config(method: str, settings: Mapping[str, Any] | None) -> FewShotConfig:
     preset = METHODS[method]
-    return to_dict(from_dict(FewShotConfig, {**load_preset(preset).settings, **(settings or {})}, where=preset))
+    return from_dict(FewShotConfig, {**load_preset(preset).settings, **(settings or {})}, where=preset)
+
+
+def _has(run: RunFolder, config: FewShotConfig) -> bool:
+    """Whether a run has these settings; one of an early version lacks some, which have their defaults."""
+    return from_dict(FewShotConfig, run.config, where=str(run.path)) == config
 
 
 def train_side_by_side(
@@ -96,51 +99,26 @@ def train_side_by_side(
 
     ``on_stop`` is called when a signal asks to stop, before the processes have ended.
     """
-    threads = max(1, (os.cpu_count() or 1) // len(runs))
-    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    waiting = {
-        method: subprocess.Popen(
-            [sys.executable, "-m", "wheretolearn.demo", str(run.path), str(test_tasks)],
-            env=environ,
-            stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however it ends
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
-        )
-        for method, run in runs.items()
-        if not is_finished(run)
-    }
-    workers = dict(waiting)
-    seen = dict.fromkeys(waiting, 0)
-    told = False
-    with StopRequest(on_stop) as stop:
-        while waiting:
-            time.sleep(0.2)
-            for method in seen:
-                for record in runs[method].metrics()[seen[method] :]:
-                    done = record["step"] == runs[method].config["outer_steps"]
-                    update(method, record["step"], {**record, "stage": "testing"} if done else record)
-                    seen[method] += 1
-            for method in [method for method, worker in waiting.items() if worker.poll() is not None]:
-                del waiting[method]
-                if workers[method].returncode not in _GOOD_ENDS:
-                    _stop(waiting)
-            if stop.requested and not told:
-                told = True
-                _stop(waiting)
-    messages = {method: worker.communicate()[1] for method, worker in workers.items()}
-    for method, worker in workers.items():
-        if worker.returncode not in _GOOD_ENDS:
-            raise UserError(f"training {method} failed (exit code {worker.returncode}): {messages[method].strip()}")
-    if told or not all(map(is_finished, runs.values())):
+    waiting = {method: run for method, run in runs.items() if not is_finished(run)}
+
+    def show(method: str, step: int, values: Mapping[str, Any]) -> None:
+        done = step == runs[method].config["outer_steps"]
+        update(method, step, {**values, "stage": "testing"} if done else values)
+
+    outcome = run_workers(
+        {method: ["wheretolearn.demo", str(run.path), str(test_tasks)] for method, run in waiting.items()},
+        at_once=max(1, len(waiting)),
+        threads=max(1, environment.cores() // len(runs)),
+        update=show,
+        on_stop=on_stop,
+        stop_on_failure=True,
+    )
+    for method, error in outcome.failed.items():
+        raise type(error)(f"training {method} failed: {error}")
+    if outcome.stopped:
         run = next(iter(runs.values()))
         command = shlex.join(["wheretolearn", "demo", "--folder", str(run.path.parent), "--seed", str(run.seed)])
         raise Stopped(f"stopped and saved; go on with `{command}`")
-
-
-def _stop(workers: Mapping[str, "subprocess.Popen[str]"]) -> None:
-    for worker in workers.values():
-        worker.send_signal(signal.SIGTERM)
 
 
 def is_finished(run: RunFolder) -> bool:
@@ -181,11 +159,11 @@ def facts(runs: Mapping[str, RunFolder]) -> dict[str, str]:
     }
 
 
-def work(path: Path, test_tasks: int) -> None:
+def work(path: Path, test_tasks: int, teller: Teller) -> None:
     """What one process does: train a run to its end and evaluate it."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with RunFolder.open(path) as run:
-        train(run)
+        train(run, teller.tell_step, at_once=len(METHODS))
         evaluations: dict[str, Evaluation] = {
             split: evaluate_run(run, split, tasks=test_tasks) for split in EVALUATED.values()
         }
@@ -198,20 +176,5 @@ def work(path: Path, test_tasks: int) -> None:
         )
 
 
-def _stop_with_parent() -> None:
-    """Ask this process to stop when the one that started it is gone, even if it was killed."""
-
-    def wait() -> None:
-        os.read(0, 1)  # returns at the end of standard input
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 if __name__ == "__main__":
-    _stop_with_parent()
-    try:
-        work(Path(sys.argv[1]), int(sys.argv[2]))
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(error.exit_code)
+    work_for_parent(lambda teller: work(Path(sys.argv[1]), int(sys.argv[2]), teller))

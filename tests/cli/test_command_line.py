@@ -13,8 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from wheretolearn.runs import checkpoint
+from wheretolearn.runs import checkpoint, environment
 from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.results import load_all
 from wheretolearn.storage import load_weights
 from wheretolearn.version import __version__
 
@@ -278,6 +279,10 @@ def test_a_non_finite_loss_has_its_own_exit_code(tmp_path, run_command):
     assert_message(result, "outer step", "task", "layer", code=3)
 
 
+def headings(result):
+    return [line.partition(":")[0] for line in result.stdout.splitlines()]
+
+
 def test_evaluate_prints_an_interval(straight, run_command):
     result = run_command("evaluate", straight, "--split", "characters", "--tasks", 5, "--threads", 1)
     assert result.returncode == 0, result.stderr
@@ -289,13 +294,14 @@ def test_evaluate_prints_an_interval(straight, run_command):
 def test_evaluate_takes_the_splits_that_training_left_out(straight, run_command):
     result = run_command("evaluate", straight, "--tasks", 2, "--threads", 1)
     assert result.returncode == 0, result.stderr
-    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == ["glyphs/characters", "glyphs/scripts"]
+    assert headings(result) == ["glyphs/characters", "glyphs/scripts", "sparsity"]
+    assert "(block1.conv " in result.stdout.splitlines()[-1]
 
 
 def test_evaluate_takes_several_splits(straight, run_command):
     splits = ("--split", "validation", "--split", "scripts")
     result = run_command("evaluate", straight, *splits, "--tasks", 2, "--threads", 1)
-    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == ["glyphs/validation", "glyphs/scripts"]
+    assert headings(result) == ["glyphs/validation", "glyphs/scripts", "sparsity"]
 
 
 def test_evaluate_where_results_cannot_be_kept(straight, tmp_path, run_command):
@@ -327,3 +333,186 @@ def test_resume_of_no_run(run_command, tmp_path):
 
 def test_the_environment_has_a_data_folder_of_its_own():
     assert "image-sets" in os.environ["WHERETOLEARN_DATA"]
+
+
+# Several runs at once
+
+TINY = [*QUICK[4:], "--set", "width=4"]
+
+
+def worker_of(path):
+    """The process that writes to a run."""
+    return int((path / "run.lock").read_text())
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """Two presets with two seeds each, trained by one command."""
+    folder = tmp_path_factory.mktemp("several") / "runs"
+    presets = ("--preset", "demo.sparse-maml", "--preset", "demo.maml", "--seed", 3, "--seeds", 2)
+    arguments = map(str, ["train", folder, *presets, *TINY, "--set", "outer_steps=6", "--set", "validate_every=2"])
+    done = subprocess.run([sys.executable, "-m", "wheretolearn", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_several_runs_have_folders_named_by_preset_and_seed(several):
+    folder, done = several
+    names = [f"demo.{method}-seed{seed}" for method in ("maml", "sparse-maml") for seed in (3, 4)]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    for name in names:
+        run = RunFolder.open(folder / name)
+        assert (f"{run.preset}-seed{run.seed}", run.scale) == (name, "paper")
+        assert {record["runs_at_once"] for record in run.metrics()} == {min(4, environment.cores())}
+        assert f"{name}: best validation accuracy" in done.stdout
+        assert f"{name}: step 4 of 6  validation" in done.stderr  # a line per validation, off a terminal
+        assert (folder / name / "best" / "3" / "model.safetensors").exists()
+
+
+def test_each_of_several_runs_is_the_run_alone(several, tmp_path, run_command):
+    alone = run_command(
+        *("train", tmp_path / "run", "--preset", "demo.sparse-maml", "--seed", 4, *TINY, "--threads", 1),
+        *("--set", "outer_steps=6", "--set", "validate_every=2"),
+    )
+    assert alone.returncode == 0, alone.stderr
+    for name in ("model.safetensors", "mask.safetensors", "best/2/model.safetensors"):
+        one, two = load_weights(tmp_path / "run" / name), load_weights(several[0] / "demo.sparse-maml-seed4" / name)
+        assert one[1] == two[1]
+        assert all(torch.equal(tensor, two[0][key]) for key, tensor in one[0].items())
+
+
+def test_several_runs_are_evaluated_and_recorded_over_seeds(several, tmp_path, run_command):
+    result = run_command(
+        *("evaluate", several[0], "--split", "scripts", "--tasks", 3, "--steps", 1, "--threads", 1),
+        *("--data", "glyphs", "--ensemble", "--record", tmp_path / "records"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "demo.maml-seed3: glyphs/scripts: " in result.stdout
+    assert "demo.sparse-maml, 2 seeds: glyphs/scripts: " in result.stdout
+    assert "demo.sparse-maml, 2 seeds: glyphs/scripts, ensemble of 3: " in result.stdout
+    assert "demo.sparse-maml, 2 seeds: sparsity: " in result.stdout
+    records = load_all(tmp_path / "records")
+    assert sorted((record.name, record.metric) for record in records) == [
+        ("demo.maml", "accuracy on scripts"),
+        ("demo.maml", "ensemble accuracy on scripts"),
+        ("demo.sparse-maml", "accuracy on scripts"),
+        ("demo.sparse-maml", "ensemble accuracy on scripts"),
+        ("demo.sparse-maml", "sparsity"),
+    ]
+    assert all(record.seeds == (3, 4) for record in records)
+    assert all("K_test 1" in record.notes for record in records if "accuracy" in record.metric)
+
+
+def test_a_run_without_a_preset_is_recorded_under_the_name_given(several, tmp_path, run_command):
+    shutil.copytree(several[0] / "demo.maml-seed3", tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    info = json.loads(file.read_text())
+    del info["preset"], info["scale"]  # as early versions wrote it
+    file.write_text(json.dumps(info))
+    evaluate = ("evaluate", tmp_path / "run", "--split", "scripts", "--tasks", 2, "--record", tmp_path / "records")
+    result = run_command(*evaluate)
+    assert_message(result, str(tmp_path / "run"), "--preset-name")
+    assert result.stdout == ""  # before anything was measured
+    assert_message(run_command(*evaluate, "--preset-name", "demo.mmal"), "demo.maml")
+    assert run_command(*evaluate, "--preset-name", "demo.maml").returncode == 0
+    assert [record.name for record in load_all(tmp_path / "records")] == ["demo.maml"]
+
+
+def test_kill_9_of_several_runs_and_resume_equals_a_straight_run(straight, tmp_path, run_command):
+    folder = tmp_path / "runs"
+    process = start("train", folder, *QUICK, "--seeds", 2, "--workers", 2)
+    paths = [folder / f"demo.sparse-maml-seed{seed}" for seed in (0, 1)]
+    for path in paths:
+        wait_for_step(path, 12, process)
+    workers = [worker_of(path) for path in paths]
+    assert process.pid not in workers
+    for pid in (process.pid, *workers):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    assert all(10 <= checkpoint.load_latest(path).step < 40 for path in paths)
+    resumed = run_command("resume", folder, "--threads", 1)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_end(straight, paths[0])
+    assert checkpoint.load_latest(paths[1]).step == 40
+    assert_message(run_command("resume", folder), "holds no run that is unfinished")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_several_runs_and_saves_them(tmp_path, run_command, number):
+    folder = tmp_path / "runs"
+    long = ("--set", "outer_steps=4000", "--set", "checkpoint_every=4000", "--set", "validate_every=4000")
+    process = start("train", folder, "--preset", "demo.maml", "--seeds", 3, "--workers", 2, *TINY, *long)
+    paths = [folder / f"demo.maml-seed{seed}" for seed in range(3)]
+    for path in paths[:2]:
+        wait_for_step(path, 2, process)
+    process.send_signal(number)
+    _, message = process.communicate()
+    assert process.returncode == 75, message
+    assert "Traceback" not in message
+    assert "stopped 3 runs and saved them; go on with `wheretolearn resume" in message
+    assert all(str(path) in message for path in paths)
+    for path in paths[:2]:
+        assert checkpoint.load_latest(path).step == RunFolder.open(path).metrics()[-1]["step"] < 4000
+    assert checkpoint.load_latest(paths[2]) is None  # two at a time: it had not begun
+
+
+def test_a_worker_that_dies_is_named_and_the_others_go_on(tmp_path):
+    folder = tmp_path / "runs"
+    process = start("train", folder, "--preset", "demo.maml", "--seeds", 2, "--workers", 2, *TINY)
+    paths = [folder / f"demo.maml-seed{seed}" for seed in (0, 1)]
+    wait_for_step(paths[1], 2, process)
+    os.kill(worker_of(paths[1]), signal.SIGKILL)
+    _, message = process.communicate()
+    assert process.returncode == 1
+    assert f"1 of 2 runs failed:\n{paths[1]}: its process was ended by SIGKILL" in message
+    assert (paths[0] / "model.safetensors").exists()
+    assert not (paths[1] / "model.safetensors").exists()
+
+
+def test_a_loss_of_one_of_several_runs_has_its_exit_code(tmp_path, run_command):
+    result = run_command("train", tmp_path / "runs", "--seeds", 2, *QUICK, "--set", "inner_lr=1e30")
+    assert_message(result, "2 of 2 runs failed", "demo.sparse-maml-seed1: the loss is not finite", code=3)
+
+
+@pytest.mark.parametrize(
+    ("slip", "parts"),
+    [
+        (["--scale", "huge"], ["huge", "paper or quick"]),
+        (["--seeds", 2, "--seed", 2**31 - 1], ["seeds end at 2147483647"]),
+        (["--preset", "demo.maml", "--preset", "demo.mmal"], ["demo.mmal", "demo.maml"]),
+        (["--set", "start_from=nowhere"], ["start_from", "nowhere", "not a finished run"]),
+        (["--set", "learn_theta=false", "--set", "mask=fixed"], ["nothing to learn"]),
+    ],
+)
+def test_a_slip_with_several_runs_leaves_none_behind(run_command, tmp_path, slip, parts):
+    assert_message(run_command("train", tmp_path / "runs", *slip), *parts)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_several_runs_take_no_place_of_others(several, run_command):
+    folder, _ = several
+    result = run_command("train", folder, "--preset", "demo.maml", "--seeds", 9, *TINY)
+    assert_message(result, "demo.maml-seed3", "already holds a run")
+    assert not (folder / "demo.maml-seed0").exists()
+    result = run_command("train", folder / "demo.maml-seed3", "--preset", "demo.maml", "--seeds", 2)
+    assert_message(result, "is itself a run")
+
+
+def test_a_start_of_another_shape_is_refused_before_anything_is_written(several, tmp_path, run_command):
+    start_from = f"start_from={several[0] / 'demo.maml-seed3'}"
+    result = run_command("train", tmp_path / "run", "--preset", "demo.maml", "--set", start_from)
+    assert_message(result, "start_from", "block1.conv.weight is [4, 1, 3, 3] in it but [32, 1, 3, 3]")
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluating_a_folder_leaves_out_what_is_not_finished(several, tmp_path, run_command):
+    shutil.copytree(several[0], tmp_path / "runs")
+    (tmp_path / "runs" / "demo.maml-seed4" / "model.safetensors").unlink()
+    evaluate = ("--split", "scripts", "--tasks", 2, "--threads", 1)
+    result = run_command("evaluate", tmp_path / "runs", *evaluate)
+    assert result.returncode == 0, result.stderr
+    assert "demo.maml-seed4: not finished, left out" in result.stderr
+    assert "demo.maml-seed3" in result.stdout
+    assert "demo.maml-seed4" not in result.stdout
+    named = run_command("evaluate", tmp_path / "runs" / "demo.maml-seed4", *evaluate)
+    assert_message(named, "is not finished", "wheretolearn resume")

@@ -1,73 +1,30 @@
+import json
 import os
 import signal
-from contextlib import ExitStack
+from dataclasses import fields
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 
 from wheretolearn import inner_loop, masks
-from wheretolearn.config import from_dict, to_dict
+from wheretolearn.config import from_dict
 from wheretolearn.data import image_set
 from wheretolearn.data.image_set import ImageSplit
 from wheretolearn.engine import eager
-from wheretolearn.engine.eager import EagerEngine
+from wheretolearn.engine.eager import EagerEngine, EagerEvaluator
 from wheretolearn.errors import ConfigError, DataError, MismatchError, NonFiniteError, Stopped, UserError
+from wheretolearn.fewshot import training
 from wheretolearn.fewshot.config import FewShotConfig, MaskKind
+from wheretolearn.fewshot.learner import new_learner
 from wheretolearn.fewshot.tasks import TaskSource, check_images
-from wheretolearn.fewshot.trained import evaluate_run, load_trained
-from wheretolearn.fewshot.training import new_learner, train
+from wheretolearn.fewshot.trained import best_folders, evaluate_run, load_trained
+from wheretolearn.fewshot.training import train, train_together
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
+from wheretolearn.storage import load_weights
 
-SMALL = {
-    "data": "stripes",
-    "train_split": "train",
-    "validation_split": "train",
-    "queries": 3,
-    "width": 4,
-    "inner_steps": 2,
-    "test_inner_steps": 2,
-    "outer_steps": 6,
-    "tasks_per_step": 2,
-    "validate_every": 3,
-    "validation_tasks": 4,
-    "log_every": 2,
-    "checkpoint_every": 2,
-}
-
-
-def stripes(classes=8, drawings=6, name="stripes"):
-    """Classes that differ in the place of a bright stripe: easy to learn, quick to draw."""
-    random = np.random.default_rng(0)
-    images = random.integers(0, 60, (classes * drawings, 16, 16, 1), dtype=np.uint8)
-    for label in range(classes):
-        images[label * drawings : (label + 1) * drawings, 2 * label : 2 * label + 2] += 150
-    return ImageSplit(
-        f"{name}/train",
-        images,
-        np.arange(0, classes * drawings + 1, drawings),
-        tuple(f"stripe {label}" for label in range(classes)),
-        ("",) * classes,
-    )
-
-
-@pytest.fixture(autouse=True)
-def data(tmp_path, monkeypatch):
-    monkeypatch.setenv("WHERETOLEARN_DATA", str(tmp_path / "data"))
-    image_set.write("stripes", {"train": stripes()}, {})
-
-
-@pytest.fixture
-def new_run(tmp_path):
-    with ExitStack() as runs:
-
-        def make(name="run", seed=0, **settings):
-            config = from_dict(FewShotConfig, {**SMALL, **settings})
-            return runs.enter_context(RunFolder.create(tmp_path / name, to_dict(config), seed, "fewshot"))
-
-        yield make
+pytestmark = pytest.mark.usefixtures("stripes")
 
 
 def final_state(run):
@@ -101,9 +58,9 @@ def test_a_run_ends_with_a_model_and_a_mask_that_load(new_run, mask):
     learner = train(run)
     _, model, loaded = load_trained(run)
     assert loaded.kind == mask
-    for name, tensor in learner.best["model"].items():
+    for name, tensor in learner.best[0].model.items():
         assert torch.equal(model.state_dict()[name], tensor)
-    for name, tensor in learner.best["mask"].items():
+    for name, tensor in learner.best[0].mask.items():
         assert torch.equal(loaded.tensors()[name], tensor)
     steps = [record["step"] for record in run.metrics()]
     assert steps == [1, 2, 3, 4, 6]
@@ -174,16 +131,6 @@ def test_training_does_not_depend_on_global_random_state(new_run):
     assert_equal(final_state(one), final_state(two))
 
 
-def test_the_best_model_by_validation_is_kept(new_run, monkeypatch):
-    values = iter([0.9, 0.3])
-    monkeypatch.setattr(
-        "wheretolearn.fewshot.training.make_evaluator",
-        lambda *a, **k: lambda tasks, steps: torch.tensor([next(values)]),
-    )
-    learner = train(new_run())
-    assert (learner.best_step, learner.best_accuracy) == (3, pytest.approx(0.9))
-
-
 def test_a_non_finite_loss_names_task_step_and_layer_and_keeps_the_checkpoint(new_run):
     run = new_run(inner_lr=1e30, theta_lr=1e-9)
     with pytest.raises(NonFiniteError) as caught:
@@ -199,10 +146,10 @@ def test_a_later_non_finite_loss_keeps_the_last_good_checkpoint(new_run, monkeyp
     run = new_run()
     outer_step = EagerEngine.outer_step
 
-    def poisoned(engine, step):
-        if step == 4:
-            engine.model.block2.conv.weight.data.fill_(float("nan"))
-        outer_step(engine, step)
+    def poisoned(engine, steps):
+        if steps == [4]:
+            engine.lanes[0].model.block2.conv.weight.data.fill_(float("nan"))
+        outer_step(engine, steps)
 
     monkeypatch.setattr(EagerEngine, "outer_step", poisoned)
     with pytest.raises(NonFiniteError, match=r"outer step 5, task 0, inner step 0, layer block2\.conv"):
@@ -241,14 +188,14 @@ def test_all_checkpoints_corrupted_is_an_error_that_names_them(new_run):
         train(run)
 
 
-def test_too_few_images_in_a_class_is_an_error_before_anything_is_written():
-    config = from_dict(FewShotConfig, {**SMALL, "queries": 6})
+def test_too_few_images_in_a_class_is_an_error_before_anything_is_written(small):
+    config = from_dict(FewShotConfig, {**small, "queries": 6})
     with pytest.raises(DataError, match=r"stripes/train.*6.*7"):
         check_images(config, image_set.load("stripes"))
 
 
-def test_an_unknown_split_lists_the_known_ones():
-    config = from_dict(FewShotConfig, {**SMALL, "validation_split": "val"})
+def test_an_unknown_split_lists_the_known_ones(small):
+    config = from_dict(FewShotConfig, {**small, "validation_split": "val"})
     with pytest.raises(DataError, match="it has train"):
         check_images(config, image_set.load("stripes"))
 
@@ -258,7 +205,7 @@ def test_an_unfinished_run_cannot_be_evaluated(new_run):
         evaluate_run(new_run(), "train")
 
 
-def test_evaluation_on_images_of_another_size_is_refused(new_run):
+def test_evaluation_on_images_of_another_size_is_refused(new_run, stripes):
     run = new_run()
     train(run)
     split = stripes(name="wide")
@@ -293,15 +240,15 @@ def test_bad_settings(settings, message):
         from_dict(FewShotConfig, settings)
 
 
-def test_initial_sparsity_reaches_the_mask():
-    config = from_dict(FewShotConfig, {**SMALL, "initial_sparsity": 0.9})
+def test_initial_sparsity_reaches_the_mask(small):
+    config = from_dict(FewShotConfig, {**small, "initial_sparsity": 0.9})
     learner = new_learner(config, (16, 16, 1), seed=0)
     assert learner.mask.sparsity().overall == pytest.approx(0.9, abs=0.02)
 
 
-def test_tasks_of_a_step_are_the_same_whatever_came_before():
+def test_tasks_of_a_step_are_the_same_whatever_came_before(small):
     split = image_set.load("stripes").splits["train"]
-    config = from_dict(FewShotConfig, SMALL)
+    config = from_dict(FewShotConfig, small)
     fresh = list(TaskSource(split, config.episode, 0, "train").tasks(7, 2))
     used = TaskSource(split, config.episode, 0, "train")
     list(used.tasks(0, 2))
@@ -354,9 +301,9 @@ def test_second_order_is_another_training(new_run):
     assert not torch.allclose(*states, rtol=0.05)
 
 
-def test_the_gradient_is_the_mean_over_tasks(new_run):
+def test_the_gradient_is_the_mean_over_tasks(new_run, small):
     """Adam hides a constant factor, so look at its first moment, 0.1 times the gradient."""
-    config = from_dict(FewShotConfig, {**SMALL, "mask": "fixed", "outer_steps": 1, "validation_tasks": 1})
+    config = from_dict(FewShotConfig, {**small, "mask": "fixed", "outer_steps": 1, "validation_tasks": 1})
     run = new_run(mask="fixed", outer_steps=1, validation_tasks=1)
     train(run)
     learner = new_learner(config, (16, 16, 1), seed=0)
@@ -369,19 +316,19 @@ def test_the_gradient_is_the_mean_over_tasks(new_run):
     torch.testing.assert_close(moment, 0.1 * total / 2)
 
 
-def test_each_group_has_its_own_learning_rate_and_optimizer():
+def test_each_group_has_its_own_learning_rate_and_optimizer(small):
     for name, kind in (("adam", torch.optim.Adam), ("nesterov", torch.optim.SGD)):
-        config = from_dict(FewShotConfig, {**SMALL, "optimizer": name, "theta_lr": 0.5, "mask_lr": 0.25})
+        config = from_dict(FewShotConfig, {**small, "optimizer": name, "theta_lr": 0.5, "mask_lr": 0.25})
         optimizer = new_learner(config, (16, 16, 1), seed=0).optimizer
         assert type(optimizer) is kind
         assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
     assert all(group["nesterov"] and group["momentum"] == 0.9 for group in optimizer.param_groups)
 
 
-def test_settings_of_mask_and_inner_loop_reach_them():
+def test_settings_of_mask_and_inner_loop_reach_them(small):
     config = from_dict(
         FewShotConfig,
-        {**SMALL, "straight_through_scale": 0.5, "inner_clip_norm": 2.0, "adapt": "head", "order": "second"},
+        {**small, "straight_through_scale": 0.5, "inner_clip_norm": 2.0, "adapt": "head", "order": "second"},
     )
     mask = new_learner(config, (16, 16, 1), seed=0).mask
     assert mask.straight_through_scale == 0.5
@@ -393,14 +340,14 @@ def test_random_masks_are_drawn_anew_at_each_step_from_seed_and_step_alone(new_r
     noises = []
 
     def watch(step, values):
-        noises.append(engines[0].mask.noise.clone())
+        noises.append(engines[0].lanes[0].mask.noise.clone())
 
     engines = []
     original = EagerEngine.outer_step
 
-    def outer_step(engine, step):
+    def outer_step(engine, steps):
         engines.append(engine)
-        original(engine, step)
+        original(engine, steps)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EagerEngine, "outer_step", outer_step)
@@ -429,3 +376,328 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(n
 
 def test_every_mask_maker_can_be_chosen_in_settings():
     assert set(get_args(MaskKind)) == set(masks.MAKERS)
+
+
+# Several runs in one sitting
+
+
+def grouped(monkeypatch):
+    """How many lanes each engine had that was made."""
+    sizes = []
+    make_engine = training.make_engine
+
+    def watched(lanes, **settings):
+        sizes.append(len(lanes))
+        return make_engine(lanes, **settings)
+
+    monkeypatch.setattr(training, "make_engine", watched)
+    return sizes
+
+
+def assert_same_runs(alone, together):
+    assert_equal(final_state(alone), final_state(together))
+    once = [{k: v for k, v in record.items() if k != "runs_at_once"} for record in together.metrics()]
+    assert without_times(alone.metrics()) == without_times(once)
+    for folder in (".", "best/2"):
+        for name in ("model.safetensors", "mask.safetensors"):
+            one, two = (load_weights(run.path / folder / name) for run in (alone, together))
+            assert_equal(one[0], two[0])
+            assert one[1] == two[1]
+
+
+DIFFERENT = [
+    {"seed": 3},
+    {"seed": 3, "mask": "fixed", "inner_lr": 0.2},
+    {"seed": 4, "mask": "generated", "optimizer": "nesterov", "theta_lr": 0.01},
+    {"seed": 5, "mask": "relu", "outer_steps": 4, "validate_every": 2, "log_every": 1, "checkpoint_every": 3},
+    {"seed": 6, "mask": "exp", "adapt": "head", "mask_optimizer": "nesterov", "outer_clamp": 0.001},
+]
+
+
+def test_lanes_equal_runs_trained_alone_bit_for_bit(new_run, monkeypatch):
+    alone = [new_run(f"alone{number}", **settings) for number, settings in enumerate(DIFFERENT)]
+    for run in alone:
+        train(run)
+    together = [new_run(f"together{number}", **settings) for number, settings in enumerate(DIFFERENT)]
+    sizes = grouped(monkeypatch)
+    learners = train_together(together)
+    assert sizes == [5, 4]  # one of them ends after four steps
+    assert [learner.step for learner in learners] == [6, 6, 6, 4, 6]
+    for one, two in zip(alone, together, strict=True):
+        assert_same_runs(one, two)
+        assert {record["runs_at_once"] for record in two.metrics()} == {5}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"width": 5}, {"inner_steps": 1}, {"tasks_per_step": 1}, {"shots": 2}, {"batch_norm": "support"}, {"ways": 3}],
+)
+def test_runs_of_another_shape_get_an_engine_of_their_own(new_run, monkeypatch, other):
+    settings = [{"seed": 0}, {"seed": 1, **other}, {"seed": 2}]
+    alone = [new_run(f"alone{number}", **each) for number, each in enumerate(settings)]
+    for run in alone:
+        train(run)
+    together = [new_run(f"together{number}", **each) for number, each in enumerate(settings)]
+    sizes = grouped(monkeypatch)
+    train_together(together)
+    assert sizes == [2, 1]
+    for one, two in zip(alone, together, strict=True):
+        assert_same_runs(one, two)
+
+
+def test_what_may_differ_between_lanes_are_settings():
+    assert set(training._FREE_IN_A_LANE) <= {field.name for field in fields(FewShotConfig)}
+
+
+def test_lanes_resume_from_different_steps(new_run, monkeypatch):
+    straight = [new_run(f"straight{seed}", seed=seed) for seed in range(3)]
+    for run in straight:
+        train(run)
+    runs = [new_run(f"run{seed}", seed=seed) for seed in range(3)]
+
+    def stop_at(wanted):
+        return lambda run, step, values: os.kill(os.getpid(), signal.SIGTERM) if step == wanted else None
+
+    with pytest.raises(Stopped, match="after step 1 of 6"):
+        train_together([runs[0]], stop_at(1))
+    with pytest.raises(Stopped, match=r"stopped 2 runs and saved them; go on with `wheretolearn resume \S+ \S+`"):
+        train_together(runs[:2], stop_at(3))
+    assert [checkpoint.load_latest(run).step for run in runs[:2]] == [3, 2]
+    assert checkpoint.load_latest(runs[2]) is None
+    sizes = grouped(monkeypatch)
+    train_together(runs)
+    assert sizes == [3, 2, 1]
+    for one, two in zip(straight, runs, strict=True):
+        assert_same_runs(one, two)
+
+
+def test_a_stop_saves_runs_of_all_shapes(new_run):
+    runs = [new_run("a"), new_run("b", width=5), new_run("c", seed=1)]
+
+    def stop(run, step, values):
+        if run is runs[0] and step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Stopped) as caught:
+        train_together(runs, stop)
+    assert all(str(run.path) in str(caught.value) for run in runs)
+    assert [checkpoint.load_latest(run).step for run in runs] == [1, 0, 1]
+    train_together(runs)
+    train(straight := new_run("straight", width=5))
+    assert_same_runs(straight, runs[1])
+
+
+def test_a_run_that_is_finished_stays_as_it_is(new_run):
+    done, other = new_run("done"), new_run("other", seed=1)
+    train(done)
+    before = (done.path / "metrics.jsonl").read_bytes()
+    state = final_state(done)
+    train_together([done, other])
+    assert (done.path / "metrics.jsonl").read_bytes() == before
+    assert_equal(final_state(done), state)
+    assert training.finished(other)
+
+
+def test_a_loss_that_is_not_finite_ends_its_run_alone(new_run):
+    settings = [{"seed": 0}, {"seed": 1, "inner_lr": 1e30}, {"seed": 2}]
+    alone = [new_run(f"alone{number}", **each) for number, each in enumerate(settings)]
+    train(alone[0])
+    train(alone[2])
+    together = [new_run(f"together{number}", **each) for number, each in enumerate(settings)]
+    notes = []
+    with pytest.raises(NonFiniteError) as caught:
+        train_together(together, notify=notes.append)
+    assert "1 of 3 runs failed" in str(caught.value)
+    assert f"{together[1].path}: the loss is not finite: outer step 1" in str(caught.value)
+    assert str(together[0].path) not in str(caught.value)
+    assert any("goes on from its checkpoint" in note for note in notes)
+    assert_same_runs(alone[0], together[0])
+    assert_same_runs(alone[2], together[2])
+    assert not training.finished(together[1])
+
+
+def test_a_run_that_cannot_be_opened_does_not_keep_others_from_training(new_run):
+    good, bad = new_run("good"), new_run("bad")
+    train(bad)
+    for file in (bad.path / "checkpoints").glob("*.pt"):
+        file.write_bytes(b"no checkpoint")
+    with pytest.raises(UserError, match=r"1 of 2 runs failed:\n.*bad: .*is damaged"):
+        train_together([bad, good])
+    assert training.finished(good)
+
+
+def test_a_note_of_the_engine_reaches_the_user(new_run, monkeypatch):
+    make_engine = training.make_engine
+
+    def with_note(lanes, **settings):
+        engine = make_engine(lanes, **settings)
+        engine.note = "slow today"
+        return engine
+
+    monkeypatch.setattr(training, "make_engine", with_note)
+    notes = []
+    train(new_run(), notify=notes.append)
+    assert notes == ["slow today"]
+
+
+# The best models
+
+
+def test_the_best_models_by_validation_are_kept(new_run, monkeypatch):
+    values = iter([0.3, 0.9, 0.5, 0.9, 0.1, 0.6])
+    monkeypatch.setattr(EagerEvaluator, "accuracies", lambda *_: torch.tensor([next(values)], dtype=torch.float64))
+    weights = {}
+    engines = []
+    make_engine = training.make_engine
+    monkeypatch.setattr(training, "make_engine", lambda *a, **k: engines.append(make_engine(*a, **k)) or engines[-1])
+
+    def remember(step, _):
+        lane = engines[0].lanes[0]
+        weights[step] = lane.model.head.weight.detach().clone(), lane.mask.raw["head.weight"].detach().clone()
+
+    run = new_run(validate_every=1, keep_best=3)
+    learner = train(run, remember)
+    assert (learner.best_step, learner.best_accuracy) == (2, 0.9)
+    assert [(best.step, best.accuracy) for best in learner.best] == [(2, 0.9), (4, 0.9), (6, 0.6)]
+    assert best_folders(run) == [run.path, run.path / "best" / "2", run.path / "best" / "3"]
+    for folder, step in zip(best_folders(run), (2, 4, 6), strict=True):
+        tensors, about = load_weights(folder / "model.safetensors")
+        assert torch.equal(tensors["head.weight"], weights[step][0])
+        assert torch.equal(load_weights(folder / "mask.safetensors")[0]["head.weight"], weights[step][1])
+        assert about["step"] == str(step)
+        assert json.loads(about["image_shape"]) == [16, 16, 1]
+
+
+def test_keep_best_bounds_what_is_kept(new_run):
+    run = new_run(validate_every=1, keep_best=1)
+    assert len(train(run).best) == 1
+    assert best_folders(run) == [run.path]
+    with pytest.raises(UserError, match=r"keeps only its best model.*keep_best=3"):
+        evaluate_run(run, "train", tasks=2, ensemble=True)
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_checkpoint_of_an_early_version_resumes(new_run, validated):
+    straight, run = new_run("straight"), new_run()
+    learner = train(straight)
+    stop_step = 4 if validated else 2
+
+    def interrupt(step, values):
+        if step == stop_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        train(run, interrupt)
+    state = dict(final_state(run))
+    best = state.pop("best")
+    assert len(best) == int(validated)
+    old = {"best_accuracy": -1.0, "best_step": 0, "best": {}}
+    if validated:
+        old = {"best_accuracy": best[0].pop("accuracy"), "best_step": best[0].pop("step"), "best": best[0]}
+    checkpoint.save(run, {**state, **old}, stop_step)
+    info = json.loads((run.path / "run.json").read_text())
+    for name in ("keep_best", "outer_clamp", "mask_optimizer", "start_from", "learn_theta"):
+        del info["config"][name]
+    del info["preset"], info["scale"]
+    (run.path / "run.json").write_text(json.dumps(info))
+    run.close()
+    with RunFolder.open(run.path) as early:
+        assert early.preset is None
+        resumed = train(early)
+    assert (resumed.best_step, resumed.best_accuracy) == (learner.best_step, learner.best_accuracy)
+    assert_equal(final_state(straight), final_state(run))
+
+
+# Settings of the outer loop
+
+
+def test_theta_and_mask_can_have_optimizers_of_their_own(small):
+    config = from_dict(FewShotConfig, {**small, "optimizer": "adam", "mask_optimizer": "nesterov", "mask_lr": 0.25})
+    learner = new_learner(config, (16, 16, 1), seed=0)
+    assert [type(part) for part in learner.optimizer.parts] == [torch.optim.Adam, torch.optim.SGD]
+    theta, raw = learner.model.head.bias, learner.mask.raw["head.bias"]
+    before = theta.detach().clone(), raw.detach().clone()
+    theta.grad, raw.grad = torch.full_like(theta, 4.0), torch.full_like(raw, 4.0)
+    learner.optimizer.step()
+    torch.testing.assert_close(theta, before[0] - 1e-3)  # Adam: the learning rate, whatever the gradient
+    torch.testing.assert_close(raw, before[1] - 0.25 * 4 * 1.9)  # Nesterov: (1 + momentum) times the gradient
+
+
+@pytest.mark.parametrize("kinds", [("adam", "nesterov"), ("nesterov", "adam")])
+def test_a_run_with_two_optimizers_resumes_exactly(new_run, kinds):
+    settings = {"optimizer": kinds[0], "mask_optimizer": kinds[1]}
+    straight, run = new_run("straight", **settings), new_run(**settings)
+    train(straight)
+
+    def interrupt(step, values):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        train(run, interrupt)
+    train(run)
+    assert_same_runs(straight, run)
+    optimizer = final_state(run)["optimizer"]
+    assert len(optimizer["state"]) == sum(len(group["params"]) for group in optimizer["param_groups"])
+
+
+def test_outer_gradients_are_clamped(new_run):
+    """SGD without a past moves by 1.9 times the gradient: the first step shows the clamp."""
+    run = new_run(optimizer="nesterov", theta_lr=1.0, mask_lr=1.0, outer_clamp=1e-3, outer_steps=1)
+    train(run)
+    moved = [state["momentum_buffer"].abs().max() for state in final_state(run)["optimizer"]["state"].values()]
+    assert max(moved) == pytest.approx(1e-3)
+    train(free := new_run("free", optimizer="nesterov", theta_lr=1.0, mask_lr=1.0, outer_steps=1))
+    moved = [state["momentum_buffer"].abs().max() for state in final_state(free)["optimizer"]["state"].values()]
+    assert max(moved) > 1e-3
+
+
+def test_the_mask_can_be_learned_after_theta(new_run, tmp_path):
+    first = new_run("first", mask="fixed")
+    train(first)
+    second = new_run("second", seed=7, start_from=str(first.path), learn_theta=False, checkpoint_every=4)
+    start, _ = load_weights(first.path / "model.safetensors")
+
+    def interrupt(step, values):
+        if step == 2:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(second, interrupt)
+    first.path.rename(tmp_path / "gone")
+    train(second)
+    assert_equal(dict(final_state(second)["model"]), dict(start))
+    fresh = new_learner(from_dict(FewShotConfig, second.config), (16, 16, 1), seed=7)
+    assert not torch.equal(final_state(second)["mask"]["head.weight"], fresh.mask.raw["head.weight"])
+    assert second.config["start_from"] == str(first.path)
+
+
+def test_weights_are_learned_from_another_start(new_run):
+    train(first := new_run("first"))
+    train(second := new_run("second", start_from=str(first.path)))
+    train(fresh := new_run("fresh"))
+    weights = [final_state(run)["model"]["head.weight"] for run in (first, second, fresh)]
+    assert torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[1])
+
+
+def test_a_start_that_does_not_fit_is_refused(new_run, tmp_path):
+    train(wide := new_run("wide", width=5))
+    with pytest.raises(MismatchError, match=r"start_from: .*block1\.conv\.weight is \[5, 1, 3, 3\] in it but \[4"):
+        train(new_run("a", start_from=str(wide.path)))
+    with pytest.raises(UserError, match=r"start_from: .*nowhere is not a finished run: it has no model\.safetensors"):
+        train(new_run("b", start_from=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learn_theta": False, "mask": "fixed"}, "leaves nothing to learn"),
+        ({"keep_best": 0}, "keep_best must be greater than 0"),
+        ({"outer_clamp": -1.0}, "outer_clamp must be greater than 0"),
+        ({"mask_optimizer": "sgd"}, "mask_optimizer"),
+    ],
+)
+def test_bad_settings_of_the_outer_loop(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        from_dict(FewShotConfig, settings)

@@ -1,7 +1,11 @@
 """``wheretolearn train``, ``resume`` and ``evaluate``: few-shot meta-learning."""
 
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import torch
 import typer
@@ -11,55 +15,100 @@ from wheretolearn.config import from_dict, merge, parse_overrides, to_dict
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.choose import choose
 from wheretolearn.errors import ConfigError, UserError
-from wheretolearn.fewshot import training
 from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.learner import load_start, new_learner
+from wheretolearn.fewshot.records import result_records, settings_of
 from wheretolearn.fewshot.tasks import check_images, split_of
-from wheretolearn.fewshot.trained import evaluate_run, held_out_splits
-from wheretolearn.presets import load_preset
-from wheretolearn.runs.folder import MAX_SEED, RunFolder
+from wheretolearn.fewshot.trained import Evaluation, evaluate_run, held_out_splits, load_trained
+from wheretolearn.fewshot.training import finished, train_together
+from wheretolearn.fewshot.worker import train_in_processes
+from wheretolearn.presets import Scale, load_preset
+from wheretolearn.runs.folder import MAX_SEED, RunFolder, check_free
+from wheretolearn.runs.results import save as save_record
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; small networks are fastest with 1.", min=1)]
+RunThreads = Annotated[
+    int | None, typer.Option(help="CPU threads of each process; small networks are fastest with 1.", min=1)
+]
+Workers = Annotated[
+    int | None, typer.Option(help="Processes for several runs on a CPU; default: as many as there are cores.", min=1)
+]
 
 
 def train(
-    run: Annotated[Path, typer.Argument(help="Folder for the run; must be new or empty.")],
-    preset: Annotated[str | None, typer.Option(help="Start from this preset; see `wheretolearn presets`.")] = None,
+    run: Annotated[
+        Path, typer.Argument(help="Folder for the run, new or empty; for several runs: the folder that holds theirs.")
+    ],
+    presets: Annotated[
+        list[str] | None,
+        typer.Option("--preset", help="Start from this preset, or several; see `wheretolearn presets`."),
+    ] = None,
+    scale: Annotated[str, typer.Option(help="paper, or quick: a small version of the preset for a laptop.")] = "paper",
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="Change a setting: KEY=VALUE, as often as needed; see `wheretolearn settings`."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.", min=0, max=MAX_SEED)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of everything random, or the first one.", min=0, max=MAX_SEED)] = 0,
+    seeds: Annotated[int, typer.Option(help="Train this many runs of each preset, with seeds in a row.", min=1)] = 1,
     device: Device = "auto",
-    threads: Threads = None,
+    workers: Workers = None,
+    threads: RunThreads = None,
 ) -> None:
-    """Meta-train a model and its gradient mask. Stop it with Ctrl-C at any time; `resume` goes on exactly."""
-    settings = {} if preset is None else load_preset(preset).settings
-    where = "settings" if preset is None else f"preset {preset} with --set"
-    config = from_dict(FewShotConfig, merge(settings, parse_overrides(overrides or [])), where=where)
+    """Meta-train a model and its gradient mask. Stop it with Ctrl-C at any time; `resume` goes on exactly.
+
+    With several presets or seeds the runs train together, in folders named by preset and seed: on a GPU as one
+    program, on a CPU in processes of their own.
+    """
+    if scale not in get_args(Scale):
+        raise ConfigError(f"there is no scale {scale!r}: choose {' or '.join(get_args(Scale))}")
+    if seed + seeds - 1 > MAX_SEED:
+        raise ConfigError(f"seeds end at {MAX_SEED}: {seeds} from {seed} are too many")
     device = chosen_device(device)
-    with progress_bar(f"preparing {config.data}") as tick:
-        images = load_set(config.data, tick)
-    check_images(config, images)
-    # Whatever cannot be built must fail before the folder holds a run that can never start.
-    shape = split_of(images, config.train_split).images.shape[1:]
-    choose(training.new_learner(config, shape, seed, device).model, config.inner, config.engine, config.precision)
-    with RunFolder.create(run, to_dict(config), seed, "fewshot") as folder:
-        _continue(folder, device, threads)
+    names: list[str | None] = [*dict.fromkeys(presets or [])] or [None]
+    configs = {name: _config(name, "quick" if scale == "quick" else "paper", overrides or []) for name in names}
+    several = len(names) * seeds > 1
+    places = {
+        (name, number): run / "-".join(filter(None, [name, f"seed{number}"])) if several else run
+        for name in names
+        for number in range(seed, seed + seeds)
+    }
+    if several and (run / "run.json").exists():
+        raise UserError(f"{run} is itself a run and cannot hold others: choose another folder")
+    for place in places.values():
+        check_free(place)
+    for config in configs.values():
+        _check(config, seed, device)
+    with ExitStack() as folders:
+        runs = [
+            folders.enter_context(
+                RunFolder.create(place, to_dict(configs[name]), number, "fewshot", name, scale if name else None)
+            )
+            for (name, number), place in places.items()
+        ]
+        _continue(runs, device, workers, threads)
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(help="Folder of a run that was stopped or killed.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folder of a run that was stopped or killed, or a folder of such runs."),
+    ],
     device: Device = "auto",
-    threads: Threads = None,
+    workers: Workers = None,
+    threads: RunThreads = None,
 ) -> None:
-    """Continue a run from its last checkpoint, as if it had never stopped."""
-    with RunFolder.open(run) as folder:
-        _continue(folder, device, threads)
+    """Continue runs from their last checkpoints, as if they had never stopped."""
+    device = chosen_device(device)
+    with ExitStack() as folders:
+        runs = [folders.enter_context(run) for run in _runs_in(paths, wanted="unfinished")]
+        _continue(runs, device, workers, threads)
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folder of a finished run, or a folder of such runs.")
+    ],
     splits: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,20 +116,61 @@ def evaluate(
             help="Split whose classes make the tasks, as often as needed; default: all but those of training.",
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Another image set (cross-domain); default: the run's own.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Another image set (cross-domain), as often as needed; default: the run's own."),
+    ] = None,
     tasks: Annotated[int, typer.Option(help="Number of tasks.", min=2)] = 300,
     steps: Annotated[int | None, typer.Option(help="Inner steps; default: the run's test_inner_steps.", min=0)] = None,
+    ensemble: Annotated[
+        bool, typer.Option("--ensemble", help="Measure the mean prediction of each run's best models as well.")
+    ] = False,
+    record: Annotated[Path | None, typer.Option(help="Write result records to this folder.")] = None,
+    preset_name: Annotated[
+        str | None, typer.Option(help="Preset that the records are of; default: the one the run was trained with.")
+    ] = None,
     device: Device = "auto",
     threads: Threads = None,
 ) -> None:
-    """Measure a trained model on new tasks: mean accuracy with its 95 % interval over tasks."""
+    """Measure trained models on new tasks: mean accuracy with its 95 % interval over tasks, and sparsity.
+
+    Runs that differ only in their seed are summed up by mean and standard deviation over seeds.
+    """
     set_threads(threads)
     device = chosen_device(device)
-    with RunFolder.open(run) as folder:
-        for split in splits or held_out_splits(folder, data):
-            with progress_bar(f"evaluating on {split}") as tick:
-                result = evaluate_run(folder, split, data=data, tasks=tasks, steps=steps, device=device, progress=tick)
-            typer.echo(result.sentence())
+    if preset_name is not None:
+        load_preset(preset_name)
+    with ExitStack() as folders:
+        runs = [folders.enter_context(run) for run in _runs_in(paths, wanted="finished")]
+        if record is not None:
+            result_records({run: [] for run in runs}, preset_name)  # what cannot be recorded fails before it takes time
+        evaluations: dict[RunFolder, list[Evaluation]] = {}
+        labels = _labels(runs)
+        for run in runs:
+            before = f"{labels[run]}: " if len(runs) > 1 else ""
+            evaluations[run] = []
+            sets: list[str | None] = [*dict.fromkeys(data or [])] or [None]
+            for where in sets:
+                for split in splits or held_out_splits(run, where):
+                    for together in (False, True)[: 1 + ensemble]:
+                        with progress_bar(f"evaluating {before}{where or ''} {split}") as tick:
+                            result = evaluate_run(
+                                run,
+                                split,
+                                data=where,
+                                tasks=tasks,
+                                steps=steps,
+                                ensemble=together,
+                                device=device,
+                                progress=tick,
+                            )
+                        evaluations[run].append(result)
+                        typer.echo(before + result.sentence())
+            typer.echo(before + _sparsity(run))
+        _print_over_seeds(evaluations)
+        if record is not None:
+            for written in result_records(evaluations, preset_name):
+                typer.echo(f"recorded {save_record(written, record)}")
 
 
 def chosen_device(name: str) -> str:
@@ -104,22 +194,121 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _continue(folder: RunFolder, device: str, threads: int | None) -> None:
-    set_threads(threads)
-    if folder.protocol != "fewshot":
-        raise UserError(f"{folder.path} is a run of the protocol {folder.protocol}, which this command cannot continue")
-    total = from_dict(FewShotConfig, folder.config, where=str(folder.path)).outer_steps
-    name = folder.path.name
-    with TrainingBars({name: total}) as bars:
-        learner = training.train(
-            folder,
-            lambda step, values: bars.update(name, step, values),
-            device=chosen_device(device),
-            on_stop=announce_stop,
-        )
-    for note in learner.notes:
-        typer.echo(f"note: {note}", err=True)
-    typer.echo(
-        f"{folder.path}: best validation accuracy {learner.best_accuracy:.1%} at step {learner.best_step}, "
-        f"sparsity {learner.mask.sparsity().overall:.1%}"
+def _config(preset: str | None, scale: Scale, overrides: Sequence[str]) -> FewShotConfig:
+    own = parse_overrides(overrides)
+    if preset is None:
+        config = from_dict(FewShotConfig, own, where="settings")
+    else:
+        loaded = load_preset(preset, scale=scale)
+        if loaded.protocol != "fewshot":
+            raise ConfigError(f"{preset} is a preset of the protocol {loaded.protocol}, which `train` does not know")
+        if loaded.after is not None and "start_from" not in own:
+            raise ConfigError(
+                f"{preset} starts from a finished run of {loaded.after}: train that first, "
+                "then give its folder with --set start_from=FOLDER"
+            )
+        config = from_dict(FewShotConfig, merge(loaded.settings, own), where=f"preset {preset} with --set")
+    if config.start_from is not None:
+        config = replace(config, start_from=str(Path(config.start_from).resolve()))
+    return config
+
+
+def _check(config: FewShotConfig, seed: int, device: str) -> None:
+    """Whatever cannot be built must fail before a folder holds a run that can never start."""
+    with progress_bar(f"preparing {config.data}") as tick:
+        images = load_set(config.data, tick)
+    check_images(config, images)
+    learner = new_learner(config, split_of(images, config.train_split).images.shape[1:], seed, device)
+    choose(learner.model, learner.mask, config.inner, config.engine, config.precision)
+    load_start(config, learner.model)
+
+
+def _runs_in(paths: Sequence[Path], wanted: Literal["finished", "unfinished"]) -> list[RunFolder]:
+    """The runs that paths name: a run itself, or all those in a folder that are as wanted."""
+    found: dict[Path, RunFolder] = {}
+    for path in paths:
+        if (path / "run.json").exists() or not path.is_dir():
+            inside = [RunFolder.open(path)]
+        else:
+            everything = [RunFolder.open(file.parent) for file in sorted(path.glob("*/run.json"))]
+            if not everything:
+                raise UserError(f"{path} is not a run folder, and none of its folders is one")
+            inside = [run for run in everything if finished(run) == (wanted == "finished")]
+            for run in everything:
+                if run not in inside:
+                    typer.echo(f"{run.path}: {'finished' if finished(run) else 'not finished'}, left out", err=True)
+            if not inside:
+                raise UserError(f"{path} holds no run that is {wanted}")
+        found |= {run.path.resolve(): run for run in inside if run.path.resolve() not in found}
+    for run in found.values():
+        if run.protocol != "fewshot":
+            raise UserError(f"{run.path} is a run of the protocol {run.protocol}, which this command does not know")
+    return list(found.values())
+
+
+def _continue(runs: Sequence[RunFolder], device: str, workers: int | None, threads: int | None) -> None:
+    totals = {run: from_dict(FewShotConfig, run.config, where=str(run.path)).outer_steps for run in runs}
+    labels = _labels(runs)
+    with TrainingBars({labels[run]: total for run, total in totals.items()}) as bars:
+
+        def report(run: RunFolder, step: int, values: Mapping[str, object]) -> None:
+            bars.update(labels[run], step, values)
+
+        try:
+            if len(runs) > 1 and device == "cpu":
+                train_in_processes(
+                    runs, report, workers=workers, threads=threads, on_stop=announce_stop, notify=bars.note
+                )
+            else:
+                set_threads(threads)
+                train_together(runs, report, device, announce_stop, bars.note)
+        finally:
+            summaries = [_summary(run) for run in runs if finished(run)]
+    for summary in summaries:
+        typer.echo(summary)
+
+
+def _labels(runs: Sequence[RunFolder]) -> dict[RunFolder, str]:
+    """The names of runs, or their paths where names are not enough to tell them apart."""
+    names = {run.path.name for run in runs}
+    return {run: run.path.name if len(names) == len(runs) else str(run.path) for run in runs}
+
+
+def _summary(run: RunFolder) -> str:
+    validated = [record for record in run.metrics() if "validation_accuracy" in record]
+    best = max(validated, key=lambda record: record["validation_accuracy"])  # of equals the first, as in training
+    return (
+        f"{run.path}: best validation accuracy {best['validation_accuracy']:.1%} at step {best['step']}, "
+        f"sparsity {best['sparsity']:.1%}"
     )
+
+
+def _sparsity(run: RunFolder) -> str:
+    sparsity = load_trained(run)[2].sparsity()
+    layers = ", ".join(f"{layer} {share:.1%}" for layer, share in sparsity.by_layer.items())
+    return f"sparsity: {sparsity.overall:.1%} ({layers})"
+
+
+def _print_over_seeds(evaluations: Mapping[RunFolder, Sequence[Evaluation]]) -> None:
+    for name, runs in _by_settings(list(evaluations)):
+        if len(runs) > 1:
+            for results in zip(*(evaluations[run] for run in runs), strict=True):
+                values = [result.accuracy for result in results]
+                typer.echo(
+                    f"{name}, {len(runs)} seeds: {results[0].what}: "
+                    f"{statistics.fmean(values):.2%}, std over seeds {statistics.stdev(values):.2%}"
+                )
+            shares = [load_trained(run)[2].sparsity().overall for run in runs]
+            typer.echo(
+                f"{name}, {len(runs)} seeds: sparsity: "
+                f"{statistics.fmean(shares):.1%}, std over seeds {statistics.stdev(shares):.1%}"
+            )
+
+
+def _by_settings(runs: Sequence[RunFolder]) -> Iterator[tuple[str, list[RunFolder]]]:
+    left = list(runs)
+    while left:
+        first = left[0]
+        alike = [run for run in left if (run.preset, settings_of(run)) == (first.preset, settings_of(first))]
+        left = [run for run in left if run not in alike]
+        yield first.preset or "the same settings", alike

@@ -65,7 +65,7 @@ class TrainingBars:
         self._started = time.monotonic()
         # What does not fit is cut from the values, whose last is the least important, and never from count or time.
         bar_width = 24 if console.width >= 110 else 6
-        name_width = min(20, max(map(len, totals)))
+        name_width = min(20 if console.width < 110 else 36, max(map(len, totals)))
         count_width = max(2 * len(str(total)) + 1 for total in totals.values())
         left = console.width - name_width - bar_width - count_width - 8 - 7 - 5  # rate, time, gaps
         self._bar = Progress(
@@ -78,9 +78,14 @@ class TrainingBars:
             console=console,
             disable=self._lines,
         )
+        # The end of a long name says which run it is: the seed stands there.
         self._tasks = {
-            name: self._bar.add_task(name, total=total, rate="", values="") for name, total in totals.items()
+            name: self._bar.add_task(
+                name if len(name) <= name_width else f"…{name[1 - name_width :]}", total=total, rate="", values=""
+            )
+            for name, total in totals.items()
         }
+        self._notes: set[str] = set()
 
     def __enter__(self) -> "TrainingBars":
         self._bar.start()
@@ -89,8 +94,16 @@ class TrainingBars:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def note(self, text: str) -> None:
+        """Tell the user something, once, above the bars."""
+        if text not in self._notes:
+            self._notes.add(text)
+            self._bar.console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+
     def update(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        self._latest[name] |= values
+        if not self._latest[name]:  # a resumed run did not make its first steps just now
+            self._bar.reset(self._tasks[name], completed=step)
+        self._latest[name] |= {"step": step, **values}
         shown = latest_values(self._latest[name])
         if self._lines:
             if "validation_accuracy" in values:

@@ -42,7 +42,7 @@ class EagerEngine:
     def _outer_step(self, lane: Lane, step: int) -> float:
         lane.optimizer.zero_grad(set_to_none=True)
         lane.mask.resample(lambda like: normal(like.shape, lane.seed, "mask noise", step, device=like.device))
-        tasks = lane.draw(step)
+        tasks = lane.tasks(step)
         losses = [_add_task_gradient(lane, task, 1.0 / len(tasks)) for task in tasks]
         for number, loss in enumerate(losses):
             if not loss.isfinite():
@@ -68,6 +68,7 @@ class EagerEvaluator:
         return torch.stack([self._probabilities(task, steps) for task in tasks])
 
     def _probabilities(self, task: Task, steps: int) -> Tensor:
+        (task,) = self.inner.tasks([task])
         settings = {**_settings(self.inner), "steps": steps}
         return adapt(self.model, self.mask, task.support_loss, **settings).evaluate(task.query_probabilities)
 

@@ -1,6 +1,6 @@
 """What an engine works on: tasks as tensors, the settings of their inner loop, and the learners of one sitting."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from wheretolearn.batch_norm import BatchNormMode
 from wheretolearn.masks import GradientMask
+from wheretolearn.ridge_head import ridge_logits
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,25 @@ class Task:
         return F.cross_entropy(network(self.support_inputs), self.support_labels)
 
     def query_loss(self, network: nn.Module) -> Tensor:
-        return F.cross_entropy(network(self.query_inputs), self.query_labels)
+        return F.cross_entropy(self._query_logits(network), self.query_labels)
 
     def query_probabilities(self, network: nn.Module) -> Tensor:
-        return F.softmax(network(self.query_inputs), dim=1)
+        return F.softmax(self._query_logits(network), dim=1)
+
+    def _query_logits(self, network: nn.Module) -> Tensor:
+        logits: Tensor = network(self.query_inputs)
+        return logits
+
+
+class RidgeTask(Task):
+    """The same for a network whose head is solved on the support features instead of adapted."""
+
+    def support_loss(self, network: nn.Module) -> Tensor:
+        features: Tensor = network(self.support_inputs)
+        return features.mean()  # nothing descends on it; a pass over the support set is all that is needed
+
+    def _query_logits(self, network: nn.Module) -> Tensor:
+        return ridge_logits(network, self.support_inputs, self.support_labels, self.query_inputs)
 
 
 # The tasks of an outer step; on a GPU the step is a tensor there, so that a captured graph can draw them.
@@ -46,6 +62,12 @@ class InnerLoop:
     order: Literal["first", "second"] = "first"
     head: Literal["linear", "ridge"] = "linear"
 
+    def tasks(self, tasks: Iterable[Task]) -> list[Task]:
+        """The tasks as this inner loop sees them."""
+        if self.head == "linear":
+            return list(tasks)
+        return [RidgeTask(t.support_inputs, t.support_labels, t.query_inputs, t.query_labels) for t in tasks]
+
 
 @dataclass(frozen=True)
 class Lane:
@@ -58,6 +80,9 @@ class Lane:
     inner: InnerLoop
     seed: int = 0
     outer_clamp: float | None = None  # bound on every entry of the outer gradients
+
+    def tasks(self, step: int | Tensor) -> Sequence[Task]:
+        return self.inner.tasks(self.draw(step))
 
     def clamp_gradients(self) -> None:
         if self.outer_clamp is not None:

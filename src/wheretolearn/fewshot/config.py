@@ -1,5 +1,7 @@
 """All settings of a few-shot run."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +17,11 @@ from wheretolearn.engine.graphed import Precision
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.errors import ConfigError
 from wheretolearn.masks import GradientMask
+from wheretolearn.ridge_head import with_ridge_head
 
-MaskKind = Literal["binary", "relu", "exp", "linear", "fixed", "generated"]
+MaskKind = Literal["binary", "relu", "exp", "linear", "fixed", "generated", "rows", "curvature", "shrinkage"]
+
+OptimizerKind = Literal["adam", "nesterov"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,16 @@ class FewShotConfig:
     width: int = setting(64, "channels of conv4")
     resnet_size: Literal["small", "large"] = setting("small", "channels of resnet12: 64-128-256-512 or 64-160-320-640")
     bias: bool = setting(True, "whether conv4 has bias parameters")
+    t_net: bool = setting(False, "give conv4 transformations that only the outer loop learns (T-net, MT-net)")
+    head: Literal["linear", "ridge"] = setting("linear", "ridge: solved on the support features, no inner steps")
     batch_norm: BatchNormMode = setting("batch", "statistics used: batch (transductive), support or running")
 
     mask: MaskKind = setting("binary", "kind of gradient mask; fixed learns none (MAML, ANIL, BOIL)")
     adapt: str = setting("all", "parameters the inner loop may change: all, head, body, or a pattern of names")
+    adapt_norm: bool = setting(True, "false: the inner loop never changes scale and shift of batch norm")
+    mask_init: float | None = setting(
+        None, "start value of every multiplier of relu, exp and linear masks, or of shrinkage strengths; none: as usual"
+    )
     initial_sparsity: float | None = setting(None, "share of closed weights at the start; none: as initialised")
     straight_through_scale: float = setting(1.0, "factor of the straight-through gradient of binary masks")
     order: Literal["first", "second"] = setting("first", "meta-gradient: first order, or through the inner loop")
@@ -49,7 +60,11 @@ class FewShotConfig:
     tasks_per_step: int = setting(4, "tasks per update")
     theta_lr: float = setting(1e-3, "outer learning rate of the weights (gamma_theta)")
     mask_lr: float = setting(1e-3, "outer learning rate of the mask (gamma_m)")
-    optimizer: Literal["adam", "nesterov"] = setting("adam", "outer optimizer; nesterov is SGD with momentum 0.9")
+    optimizer: OptimizerKind = setting("adam", "outer optimizer; nesterov is SGD with momentum 0.9")
+    mask_optimizer: OptimizerKind | None = setting(None, "outer optimizer of the mask; none: the same as optimizer")
+    outer_clamp: float | None = setting(None, "bound on every entry of the outer gradients of theta and mask")
+    start_from: str | None = setting(None, "folder of a finished run whose weights training starts from")
+    learn_theta: bool = setting(True, "false: the weights stay as they start, only the mask is learned")
 
     engine: EngineKind = setting("auto", "eager, graphed (CUDA graphs, compiled), or auto: the fast one where it can")
     precision: Precision = setting("float32", "of the network's passes on a GPU: float32, tf32 or bfloat16")
@@ -58,11 +73,12 @@ class FewShotConfig:
     validation_tasks: int = setting(300, "tasks per validation")
     log_every: int = setting(50, "outer steps between records of loss and sparsity")
     checkpoint_every: int = setting(500, "outer steps between checkpoints")
+    keep_best: int = setting(3, "best models by validation that are kept, for ensembles")
 
     def __post_init__(self) -> None:
         positive = (
             "ways shots queries width inner_lr outer_steps tasks_per_step validate_every validation_tasks log_every "
-            "checkpoint_every theta_lr mask_lr straight_through_scale inner_clip_norm"
+            "checkpoint_every theta_lr mask_lr straight_through_scale inner_clip_norm outer_clamp keep_best"
         )
         for name in positive.split():
             if getattr(self, name) is not None and getattr(self, name) <= 0:
@@ -74,10 +90,41 @@ class FewShotConfig:
             raise ConfigError(f"initial_sparsity must lie between 0 and 1, not {self.initial_sparsity}")
         if self.mask == "fixed" and self.initial_sparsity is not None:
             raise ConfigError("initial_sparsity has no meaning for mask=fixed; leave it out, or choose another mask")
+        self._check_mask_init()
+        if self.t_net and self.model != "conv4":
+            raise ConfigError(f"t_net=true needs model=conv4, not {self.model}")
+        if self.head == "ridge":
+            self._check_ridge()
+        if not self.learn_theta and self.mask == "fixed":
+            raise ConfigError("learn_theta=false with mask=fixed leaves nothing to learn; choose another mask")
+
+    def _check_mask_init(self) -> None:
+        if self.mask_init is None:
+            return
+        if self.mask not in ("relu", "exp", "linear", "shrinkage"):
+            raise ConfigError(f"mask_init has no meaning for mask={self.mask}; leave it out")
+        if self.initial_sparsity is not None:
+            raise ConfigError("mask_init makes all multipliers equal, so initial_sparsity cannot be met: give only one")
+        if self.mask_init <= 0 and self.mask != "linear":
+            raise ConfigError(f"mask_init must be greater than 0 for mask={self.mask}, not {self.mask_init}")
+
+    def _check_ridge(self) -> None:
+        wanted: dict[str, Any] = {
+            "mask": "fixed",
+            "inner_steps": 0,
+            "test_inner_steps": 0,
+            "adapt": "all",
+            "order": "first",
+            "t_net": False,
+        }
+        wrong = [name for name, value in wanted.items() if getattr(self, name) != value]
+        if wrong:
+            needed = ", ".join(f"{name}={str(wanted[name]).lower()}" for name in wrong)
+            raise ConfigError(f"head=ridge has no inner loop: it needs {needed}")
 
     @property
     def inner(self) -> InnerLoop:
-        return InnerLoop(self.inner_steps, self.inner_lr, self.batch_norm, self.inner_clip_norm, self.order)
+        return InnerLoop(self.inner_steps, self.inner_lr, self.batch_norm, self.inner_clip_norm, self.order, self.head)
 
     @property
     def episode(self) -> EpisodeShape:
@@ -85,19 +132,39 @@ class FewShotConfig:
 
     def build_model(self, image_size: int, channels: int, seed: int) -> nn.Module:
         if self.model == "conv4":
-            settings: dict[str, Any] = {"size": image_size, "width": self.width, "bias": self.bias}
+            settings: dict[str, Any] = {"size": image_size, "width": self.width, "bias": self.bias, "t_net": self.t_net}
         else:
             settings = {"size": self.resnet_size}
-        return models.build(self.model, ways=self.ways, channels=channels, seed=seed, **settings)
+        model = models.build(self.model, ways=self.ways, channels=channels, seed=seed, **settings)
+        return with_ridge_head(model, self.ways) if self.head == "ridge" else model
 
     def build_mask(self, model: nn.Module, seed: int) -> GradientMask:
-        if self.mask == "fixed":
-            return masks.fixed(model, self.adapt)
-        settings: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed)}
+        if self.head == "ridge":
+            return masks.fixed(model, "none")
+        select = self._adapted_names(model)
+        settings: dict[str, Any] = {}
+        if self.mask not in ("fixed", "curvature"):  # these start from constants
+            settings["generator"] = torch.Generator().manual_seed(seed)
+        if self.mask_init is not None:
+            logarithmic = self.mask in ("exp", "shrinkage")
+            settings["init"] = masks.constant(math.log(self.mask_init) if logarithmic else self.mask_init)
         if self.initial_sparsity is not None:
             if self.mask not in ("binary", "relu", "generated"):
-                raise ConfigError(f"initial_sparsity has no meaning for mask={self.mask}, which never closes a weight")
+                raise ConfigError(
+                    f"initial_sparsity has no meaning for mask={self.mask}; it is for binary, relu and generated"
+                )
             settings["initial_sparsity"] = self.initial_sparsity
         if self.mask in ("binary", "generated"):
             settings["straight_through_scale"] = self.straight_through_scale
-        return masks.MAKERS[self.mask](model, self.adapt, **settings)
+        return masks.MAKERS[self.mask](model, select, **settings)
+
+    def _adapted_names(self, model: nn.Module) -> Sequence[str]:
+        """The parameters that the inner loop may change."""
+        choose = masks.selected_names if self.adapt_norm else masks.without_batch_norm
+        names = choose(model, self.adapt)
+        if isinstance(model, models.Conv4):
+            kept = model.transform_names()
+            names = tuple(name for name in names if name not in kept)
+        if not names:
+            raise ConfigError(f"adapt={self.adapt} selects only transformations of t_net, which the inner loop keeps")
+        return names

@@ -1,5 +1,6 @@
 """Few-shot tasks: images of an episode, ready for the network."""
 
+import copy
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,18 +19,34 @@ class TaskSource:
     """Draws tasks from one split. On a GPU the whole split lies in its memory as one uint8 tensor."""
 
     def __init__(self, split: ImageSplit, shape: EpisodeShape, seed: int, stream: str, device: str = "cpu"):
-        self.sampler = EpisodeSampler(
-            split.class_offsets, shape, seed, device, stream, name=split.name, class_names=split.classes
-        )
         self.device = torch.device(device)
-        self._split = split
+        self._split, self._shape = split, shape
+        self._draw_with(seed, stream)
         self._on_device = None if self.device.type == "cpu" else torch.tensor(np.asarray(split.images), device=device)
+
+    def with_seed(self, seed: int, stream: str) -> "TaskSource":
+        """Other tasks of the same images, which are not stored a second time."""
+        other = copy.copy(self)
+        other._draw_with(seed, stream)
+        return other
 
     def tasks(self, step: int | Tensor, count: int) -> Iterator[Task]:
         """The ``count`` tasks of an outer step: always the same for the same seed, stream and step."""
         episodes = self.sampler.sample(step, count)
         for support, query in zip(episodes.support, episodes.query, strict=True):
             yield Task(self._images(support), episodes.support_labels, self._images(query), episodes.query_labels)
+
+    def _draw_with(self, seed: int, stream: str) -> None:
+        split = self._split
+        self.sampler = EpisodeSampler(
+            split.class_offsets,
+            self._shape,
+            seed,
+            str(self.device),
+            stream,
+            name=split.name,
+            class_names=split.classes,
+        )
 
     def _images(self, indices: Tensor) -> Tensor:
         if self._on_device is not None:

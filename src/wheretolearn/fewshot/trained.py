@@ -1,18 +1,22 @@
 """Using a finished run: its model and mask, measured on new tasks."""
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import torch
 from torch import nn
 
 from wheretolearn.config import from_dict
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.choose import make_evaluator
 from wheretolearn.engine.task import Task
+from wheretolearn.engine.task import accuracy as accuracy_of
 from wheretolearn.errors import DataError, UserError
 from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.learner import new_learner
 from wheretolearn.fewshot.tasks import TaskSource, split_of
-from wheretolearn.fewshot.training import new_learner
 from wheretolearn.masks import GradientMask
 from wheretolearn.masks import load as load_mask
 from wheretolearn.runs.folder import RunFolder
@@ -30,10 +34,16 @@ class Evaluation:
     accuracy: float
     half_width: float
     task_accuracies: tuple[float, ...]
+    models: int = 1  # of an ensemble
+    precision: str = "float32"
+
+    @property
+    def what(self) -> str:
+        return f"{self.data}/{self.split}" + (f", ensemble of {self.models}" if self.models > 1 else "")
 
     def sentence(self) -> str:
         return (
-            f"{self.data}/{self.split}: {self.accuracy:.2%} +- {self.half_width:.2%} "
+            f"{self.what}: {self.accuracy:.2%} +- {self.half_width:.2%} "
             f"({len(self.task_accuracies)} tasks, {self.steps} inner steps)"
         )
 
@@ -41,16 +51,42 @@ class Evaluation:
 def load_trained(run: RunFolder, device: str = "cpu") -> tuple[FewShotConfig, nn.Module, GradientMask]:
     """The best model of a finished run, and its mask."""
     config = from_dict(FewShotConfig, run.config, where=str(run.path))
-    shape = split_of(load_set(config.data), config.train_split).images.shape[1:]
-    learner = new_learner(config, shape, run.seed, device)
     path = run.path / "model.safetensors"
     if not path.exists():
         raise UserError(f"{run.path} is not finished: go on with `wheretolearn resume {run.path}`")
+    learner = new_learner(config, _image_shape(config, load_weights(path)[1]), run.seed, device)
+    return config, learner.model, _load_into(learner.model, run.path)
+
+
+def _load_into(model: nn.Module, folder: Path) -> GradientMask:
+    """Give a model the weights in a folder; returns the mask there."""
+    path = folder / "model.safetensors"
     tensors, _ = load_weights(path)
-    own = learner.model.state_dict()
+    own = model.state_dict()
     check_shapes({n: t.shape for n, t in tensors.items()}, {n: t.shape for n, t in own.items()}, path)
-    learner.model.load_state_dict(tensors)
-    return config, learner.model, load_mask(run.path / "mask.safetensors", learner.model)
+    model.load_state_dict(tensors)
+    return load_mask(folder / "mask.safetensors", model)
+
+
+def best_folders(run: RunFolder) -> list[Path]:
+    """Where the best models of a finished run lie, by validation accuracy, the best first."""
+    found = [path for path in (run.path / "best").glob("*") if path.name.isdigit()]
+    return [run.path, *sorted(found, key=lambda path: int(path.name))]
+
+
+def trained_image_shape(run: RunFolder) -> tuple[int, int, int]:
+    """Height, width and channels of the images that a finished run learned from."""
+    config = from_dict(FewShotConfig, run.config, where=str(run.path))
+    return _image_shape(config, load_weights(run.path / "model.safetensors")[1])
+
+
+def _image_shape(config: FewShotConfig, about: Mapping[str, str]) -> tuple[int, int, int]:
+    """As the model's file says; early versions did not store it, and their runs need the image set."""
+    if "image_shape" in about:
+        height, width, channels = json.loads(about["image_shape"])
+    else:
+        height, width, channels = split_of(load_set(config.data), config.train_split).images.shape[1:]
+    return height, width, channels
 
 
 def held_out_splits(run: RunFolder, data: str | None = None) -> list[str]:
@@ -73,40 +109,61 @@ def evaluate_run(
     data: str | None = None,
     tasks: int = 300,
     steps: int | None = None,
+    ensemble: bool = False,
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Measure a finished run on tasks of a split, of its own set or another; the run's folder keeps the record."""
+    """Measure a finished run on tasks of a split, of its own set or another; the run's folder keeps the record.
+
+    With ``ensemble`` the predicted probabilities are the mean over the best models that the run has kept.
+    """
     config, model, mask = load_trained(run, device)
     data = config.data if data is None else data
     steps = config.test_inner_steps if steps is None else steps
     chosen = split_of(load_set(data), split)
-    own = split_of(load_set(config.data), config.train_split)
-    if chosen.images.shape[1:] != own.images.shape[1:]:
+    shape = trained_image_shape(run)
+    if chosen.images.shape[1:] != shape:
         raise DataError(
-            f"{chosen.name} has images of {_size(chosen.images.shape)}, the model was trained on "
-            f"{_size(own.images.shape)}: add the set again at that size"
+            f"{chosen.name} has images of {_size(chosen.images.shape[1:])}, the model was trained on "
+            f"{_size(shape)}: add the set again at that size"
         )
-    folder = run.path / "evaluations"
+    folders = best_folders(run) if ensemble else [run.path]
+    if ensemble and len(folders) == 1:
+        raise UserError(f"{run.path} keeps only its best model, which makes no ensemble; train with keep_best=3")
+    keep = run.path / "evaluations"
     try:
-        folder.mkdir(exist_ok=True)
+        keep.mkdir(exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot keep results in {folder}: {error.strerror}; evaluate a copy of the run") from error
+        raise UserError(f"cannot keep results in {keep}: {error.strerror}; evaluate a copy of the run") from error
     source = TaskSource(chosen, config.episode, run.seed, "test", device)
-    evaluate = make_evaluator(model, mask, config.inner, kind=config.engine, precision=config.precision)
-    values = evaluate(_reported(source.tasks(0, tasks), tasks, progress), steps).tolist()
+    precision = config.precision if device.startswith("cuda") else "float32"  # a CPU has no other
+    evaluator = make_evaluator(model, mask, config.inner, kind=config.engine, precision=precision)
+    if not ensemble:
+        accuracies = evaluator.accuracies(_reported(source.tasks(0, tasks), progress, 0, tasks), steps)
+    else:
+        probabilities = []
+        for number, folder in enumerate(folders):
+            mask.load_tensors(_load_into(model, folder).tensors())  # in place: the evaluator measures these two
+            counted = _reported(source.tasks(0, tasks), progress, number * tasks, len(folders) * tasks)
+            probabilities.append(evaluator.probabilities(counted, steps))
+        labels = next(source.tasks(0, 1)).query_labels  # the same in every task
+        accuracies = accuracy_of(torch.stack(probabilities).mean(0), labels)
+    values = accuracies.tolist()
     mean, half_width = confidence_interval(values)
-    result = Evaluation(data, split, steps, mean, half_width, tuple(values))
-    write_json(folder / f"{data}-{split}-{tasks}-tasks-{steps}-steps.json", asdict(result))
+    result = Evaluation(data, split, steps, mean, half_width, tuple(values), len(folders), precision)
+    name = f"{data}-{split}-{tasks}-tasks-{steps}-steps" + (f"-ensemble-of-{len(folders)}" if ensemble else "")
+    write_json(keep / f"{name}.json", asdict(result))
     return result
 
 
-def _reported(tasks: Iterable[Task], total: int, progress: Callable[[int, int], None] | None) -> Iterator[Task]:
-    for done, task in enumerate(tasks):
+def _reported(
+    tasks: Iterable[Task], progress: Callable[[int, int], None] | None, before: int, total: int
+) -> Iterator[Task]:
+    for done, task in enumerate(tasks, start=before):
         if progress is not None:
             progress(done, total)
         yield task
 
 
 def _size(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape[1:]))
+    return "x".join(map(str, shape))

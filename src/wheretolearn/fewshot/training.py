@@ -1,152 +1,331 @@
-"""Meta-training: outer steps, validation, checkpoints."""
+"""Meta-training: outer steps, validation, checkpoints; of one run, or of several in one sitting."""
 
+import json
+import shlex
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from wheretolearn.config import from_dict
+from wheretolearn.config import from_dict, to_dict
 from wheretolearn.data.load import load_set
-from wheretolearn.engine.choose import make_engine, make_evaluator
-from wheretolearn.errors import Stopped
+from wheretolearn.engine.choose import Evaluator, choose, make_engine
+from wheretolearn.engine.task import Lane
+from wheretolearn.errors import NonFiniteError, Stopped, UserError
 from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.learner import Learner, load_start, new_learner
 from wheretolearn.fewshot.tasks import TaskSource, split_of
-from wheretolearn.masks import GradientMask
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
-from wheretolearn.storage import check_shapes, save_weights
+from wheretolearn.storage import save_weights
 
-Report = Callable[[int, Mapping[str, Any]], None]  # (outer step, latest values)
+Report = Callable[[RunFolder, int, Mapping[str, Any]], None]  # (run, outer step, latest values)
+Notify = Callable[[str], None]  # something the user should know
 
-
-@dataclass
-class Learner:
-    """All that meta-training changes."""
-
-    model: nn.Module
-    mask: GradientMask
-    optimizer: torch.optim.Optimizer
-    step: int = 0
-    best_accuracy: float = -1.0
-    best_step: int = 0
-    best: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    seconds: float = 0.0  # spent in training, over all sittings
-    notes: tuple[str, ...] = ()  # what the user should know about how training resumed
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "signature": checkpoint.model_signature(self.model),
-            "model": self.model.state_dict(),
-            "mask": self.mask.tensors(),
-            "optimizer": self.optimizer.state_dict(),
-            "best_accuracy": self.best_accuracy,
-            "best_step": self.best_step,
-            "best": self.best,
-            "seconds": self.seconds,
-            "random": checkpoint.random_state(),
-        }
-
-    def restore(self, step: int, state: Mapping[str, Any], path: str) -> None:
-        check_shapes(state["signature"], checkpoint.model_signature(self.model), path)
-        self.model.load_state_dict(state["model"])
-        self.mask.load_tensors(state["mask"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.best_accuracy, self.best_step, self.best = state["best_accuracy"], state["best_step"], state["best"]
-        self.seconds = state["seconds"]
-        checkpoint.restore_random_state(state["random"])
-        self.step = step
-
-    def remember_best(self, accuracy: float) -> None:
-        if accuracy > self.best_accuracy:
-            self.best_accuracy, self.best_step = accuracy, self.step
-            tensors = {"model": self.model.state_dict(), "mask": self.mask.tensors()}
-            self.best = {part: {n: t.detach().clone() for n, t in ts.items()} for part, ts in tensors.items()}
+# Runs that differ in nothing else are lanes of one engine: same network, same number of tasks and inner steps.
+_FREE_IN_A_LANE = (
+    *("train_split", "validation_split", "outer_steps", "test_inner_steps", "inner_lr", "start_from", "learn_theta"),
+    *("mask", "adapt", "adapt_norm", "mask_init", "initial_sparsity", "straight_through_scale"),
+    *("theta_lr", "mask_lr", "optimizer", "mask_optimizer", "outer_clamp"),
+    *("validate_every", "validation_tasks", "log_every", "checkpoint_every", "keep_best"),
+)
 
 
 def train(
     run: RunFolder,
+    report: Callable[[int, Mapping[str, Any]], None] | None = None,
+    device: str = "cpu",
+    on_stop: Callable[[], None] | None = None,
+    notify: Notify | None = None,
+    at_once: int = 1,
+) -> Learner:
+    """Carry the run in this folder to its end, from its last checkpoint if it has one; see ``train_together``."""
+    each = None if report is None else lambda _, step, values: report(step, values)
+    return train_together([run], each, device, on_stop, notify, at_once)[0]
+
+
+def train_together(
+    runs: Sequence[RunFolder],
     report: Report | None = None,
     device: str = "cpu",
     on_stop: Callable[[], None] | None = None,
-) -> Learner:
-    """Carry the run in this folder to its end, from its last checkpoint if it has one.
+    notify: Notify | None = None,
+    at_once: int | None = None,
+) -> list[Learner]:
+    """Carry the runs in these folders to their ends in one process, each from its last checkpoint if it has one.
 
-    ``on_stop`` is called when a signal asks for a stop; the run then ends with ``Stopped`` after the current step.
-    The best model by validation is left in ``model.safetensors`` and ``mask.safetensors``.
+    Runs of the same shape are lanes of one engine; each ends as it would alone. ``on_stop`` is called when a signal
+    asks for a stop; the runs are then saved after the current step, and this ends with ``Stopped``. A run that fails
+    does not keep the others from their ends; the error comes last. ``at_once`` is how many runs share the machine,
+    if not just these.
+
+    The best model of each run by validation is left in ``model.safetensors`` and ``mask.safetensors``; files of the
+    same names in ``best/2``, ``best/3`` ... hold the next best. ``model.safetensors`` is written last: where it is,
+    the run is finished.
     """
-    config = from_dict(FewShotConfig, run.config, where=str(run.path))
-    run.lock()
-    images = load_set(config.data)
-    training = TaskSource(split_of(images, config.train_split), config.episode, run.seed, "train", device)
-    validation = TaskSource(split_of(images, config.validation_split), config.episode, run.seed, "validation", device)
-    learner = new_learner(config, split_of(images, config.train_split).images.shape[1:], run.seed, device)
-    saved = checkpoint.load_latest(run)
-    if saved is not None:
-        learner.restore(saved.step, saved.state, str(run.path))
-        learner.notes = saved.notes
-    run.rewind(learner.step)
-    engine = make_engine(
-        learner.model,
-        learner.mask,
-        learner.optimizer,
-        lambda step: list(training.tasks(step, config.tasks_per_step)),
-        config.inner,
-        run.seed,
-        kind=config.engine,
-        precision=config.precision,
-    )
-    evaluate = make_evaluator(learner.model, learner.mask, config.inner, kind=config.engine, precision=config.precision)
+    sitting = _Sitting(report, device, notify or (lambda _: None), len(runs) if at_once is None else at_once)
     with StopRequest(on_request=on_stop) as stop:
-        while learner.step < config.outer_steps:
-            started = time.perf_counter()
-            engine.outer_step(learner.step)
-            learner.step += 1
-            step = learner.step
-            last = step == config.outer_steps
-            validating = step % config.validate_every == 0 or last
-            logging = step % config.log_every == 0 or step == 1 or validating
-            values: dict[str, Any] = {"loss": engine.last_loss()} if logging else {}
-            if validating:
-                tasks = validation.tasks(0, config.validation_tasks)
-                values["validation_accuracy"] = evaluate(tasks, config.test_inner_steps).mean().item()
-                learner.remember_best(values["validation_accuracy"])
-            learner.seconds += time.perf_counter() - started
-            values["elapsed_seconds"] = learner.seconds
-            if logging:
-                sparsity = learner.mask.sparsity()
-                values |= {"sparsity": sparsity.overall, "sparsity_by_layer": sparsity.by_layer}
-                run.log(step, **values)
-            if report is not None:
-                report(step, values)
-            stopping = stop.requested and not last
-            if step % config.checkpoint_every == 0 or last or stopping:
-                engine.last_loss()  # raises rather than let a bad state be saved
-                checkpoint.save(run, learner.state(), step)
-            if stopping:
-                raise Stopped(
-                    f"stopped after step {step} of {config.outer_steps} and saved; "
-                    f"go on with `wheretolearn resume {run.path}`"
-                )
-    learner.model.load_state_dict(learner.best["model"])
-    learner.mask.load_tensors(learner.best["mask"])
-    save_weights(run.path / "model.safetensors", learner.best["model"], {"step": str(learner.best_step)})
-    learner.mask.save(run.path / "mask.safetensors")
-    return learner
+        sitting.begin(runs)
+        while sitting.groups:
+            for group in list(sitting.groups):
+                sitting.advance(group)
+                if stop.requested:
+                    break
+            if stop.requested and sitting.groups:
+                raise Stopped(sitting.save_and_say_how_to_go_on())
+    if sitting.failures:
+        raise failure(sitting.failures, of=len(runs))
+    return [sitting.learners[run] for run in runs]
 
 
-def new_learner(config: FewShotConfig, image_shape: tuple[int, ...], seed: int, device: str = "cpu") -> Learner:
-    height, _, channels = image_shape
-    model = config.build_model(height, channels, seed).to(device)
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # absent from torch's stubs
-    mask = config.build_mask(model, seed)
-    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "lr": config.theta_lr}]
-    if mask.raw:
-        groups.append({"params": list(mask.parameters()), "lr": config.mask_lr})
-    if config.optimizer == "adam":
-        # On a GPU the step count lives there too, so that a recorded graph can advance it.
-        return Learner(model, mask, torch.optim.Adam(groups, capturable=device.startswith("cuda")))
-    return Learner(model, mask, torch.optim.SGD(groups, lr=config.theta_lr, momentum=0.9, nesterov=True))
+def failure(errors: Mapping[RunFolder, UserError], of: int) -> UserError:
+    """One error for all the runs that failed, with the exit code of the first."""
+    first = next(iter(errors.values()))
+    if of == 1:
+        return first
+    lines = [f"{run.path}: {error}" for run, error in errors.items()]
+    return type(first)("\n".join([f"{len(errors)} of {of} runs failed:", *lines]))
+
+
+def finished(run: RunFolder) -> bool:
+    return (run.path / "model.safetensors").exists()
+
+
+@dataclass
+class _Member:
+    """One run at work."""
+
+    run: RunFolder
+    config: FewShotConfig
+    image_shape: tuple[int, ...]
+    learner: Learner
+    lane: Lane
+    validation: TaskSource
+
+    @property
+    def ended(self) -> bool:
+        return self.learner.step == self.config.outer_steps
+
+    @property
+    def validating(self) -> bool:
+        return self.learner.step % self.config.validate_every == 0 or self.ended
+
+    @property
+    def logging(self) -> bool:
+        return self.learner.step % self.config.log_every == 0 or self.learner.step == 1 or self.validating
+
+    @property
+    def saving(self) -> bool:
+        return self.learner.step % self.config.checkpoint_every == 0 or self.ended
+
+    @property
+    def shape(self) -> str:
+        """Runs of equal shape can be lanes of one engine."""
+        lane, config = self.lane, self.config
+        engine = choose(lane.model, lane.mask, lane.inner, config.engine, config.precision)
+        settings = {name: value for name, value in to_dict(config).items() if name not in _FREE_IN_A_LANE}
+        return json.dumps([engine, settings], sort_keys=True)
+
+    def validate(self, evaluator: Evaluator) -> float:
+        tasks = self.validation.tasks(0, self.config.validation_tasks)
+        accuracy = evaluator.accuracies(tasks, self.config.test_inner_steps).mean().item()
+        self.learner.remember(accuracy)
+        return accuracy
+
+    def save(self) -> None:
+        checkpoint.save(self.run, self.learner.state(), self.learner.step)
+
+    def finish(self) -> None:
+        """Leave the best models as files, the very best last, and in the learner."""
+        best = self.learner.best
+        for place, snapshot in reversed(list(enumerate(best, start=1))):
+            folder = self.run.path if place == 1 else self.run.path / "best" / str(place)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"cannot create {folder}: {error.strerror}") from error
+            self.learner.take(snapshot)
+            self.learner.mask.save(folder / "mask.safetensors")
+            about = {
+                "step": str(snapshot.step),
+                "validation_accuracy": str(snapshot.accuracy),
+                "image_shape": json.dumps(self.image_shape),
+            }
+            save_weights(folder / "model.safetensors", snapshot.model, about)
+
+
+class _Group:
+    """Runs of one shape, stepped by one engine."""
+
+    def __init__(self, members: Sequence[_Member], notify: Notify):
+        self.members = list(members)
+        config = self.members[0].config
+        lanes = [member.lane for member in self.members]
+        self.engine = make_engine(lanes, kind=config.engine, precision=config.precision)
+        if self.engine.note is not None:
+            notify(self.engine.note)
+        self.evaluators = [self.engine.evaluator(number) for number in range(len(lanes))]
+
+
+class _Sitting:
+    """The state of ``train_together``."""
+
+    def __init__(self, report: Report | None, device: str, notify: Notify, at_once: int):
+        self.report, self.device, self.notify, self.at_once = report, device, notify, at_once
+        self.learners: dict[RunFolder, Learner] = {}
+        self.groups: list[_Group] = []
+        self.failures: dict[RunFolder, UserError] = {}
+        self._alone = False
+        self._sources: dict[object, TaskSource] = {}
+
+    def begin(self, runs: Sequence[RunFolder]) -> None:
+        self._alone = len(runs) == 1
+        by_shape: dict[str, list[_Member]] = {}
+        for run in runs:
+            with self._failing(run):
+                member = self._open(run)
+                if member.ended:
+                    member.finish()
+                else:
+                    by_shape.setdefault(member.shape, []).append(member)
+        self.groups = [_Group(members, self.notify) for members in by_shape.values()]
+
+    def advance(self, group: _Group) -> None:
+        """One outer step of every run of a group, and whatever is then due."""
+        started = time.perf_counter()
+        members = group.members
+        try:
+            group.engine.outer_step([member.learner.step for member in members])
+            for member in members:
+                member.learner.step += 1
+            # Asking waits for a GPU, and raises rather than let a bad state be validated or saved.
+            asked = any(member.logging or member.saving for member in members)
+            losses = group.engine.last_losses() if asked else []
+        except NonFiniteError as error:
+            self._separate(group, error)
+            return
+        values: list[dict[str, Any]] = [{} for _ in members]
+        for number, member in enumerate(members):
+            if member.logging:
+                values[number]["loss"] = losses[number]
+            if member.validating:
+                values[number]["validation_accuracy"] = member.validate(group.evaluators[number])
+        elapsed = time.perf_counter() - started  # shared by the lanes: the time each of them waited
+        for member, measured in zip(members, values, strict=True):
+            member.learner.seconds += elapsed
+            with self._failing(member.run):
+                self._record(member, measured)
+                if member.saving:
+                    member.save()
+                if member.ended:
+                    member.finish()
+        left = [member for member in members if not member.ended and member.run not in self.failures]
+        if len(left) < len(members):
+            place = self.groups.index(group)
+            self.groups[place : place + 1] = [_Group(left, self.notify)] if left else []
+
+    def save_and_say_how_to_go_on(self) -> str:
+        """Save every run that is under way, and tell the user about it."""
+        members = [member for group in self.groups for member in group.members]
+        for group in self.groups:
+            try:
+                group.engine.last_losses()
+            except NonFiniteError as error:
+                if self._alone:
+                    raise
+                self.notify(f"{_names(group.members)}: not saved, the last checkpoint holds ({error})")
+            else:
+                for member in group.members:
+                    with self._failing(member.run):
+                        member.save()
+        command = shlex.join(["wheretolearn", "resume", *(str(member.run.path) for member in members)])
+        if self._alone:
+            learner, config = members[0].learner, members[0].config
+            return f"stopped after step {learner.step} of {config.outer_steps} and saved; go on with `{command}`"
+        failed = [f"\n{run.path} failed: {error}" for run, error in self.failures.items()]
+        return f"stopped {len(members)} runs and saved them; go on with `{command}`" + "".join(failed)
+
+    def _open(self, run: RunFolder) -> _Member:
+        config = from_dict(FewShotConfig, run.config, where=str(run.path))
+        run.lock()
+        images = load_set(config.data)
+        training = self._source(config, config.train_split, run.seed, "train")
+        image_shape = split_of(images, config.train_split).images.shape[1:]
+        learner = new_learner(config, image_shape, run.seed, self.device)
+        saved = checkpoint.load_latest(run)
+        if saved is not None:
+            learner.restore(saved.step, saved.state, str(run.path))
+            learner.notes = saved.notes
+            for note in saved.notes:
+                self.notify(note)
+        elif config.start_from is not None:
+            load_start(config, learner.model)
+            checkpoint.save(run, learner.state(), 0)  # from now on the other run is not needed
+        run.rewind(learner.step)
+        self.learners[run] = learner
+        if learner.step > 0 and self.report is not None:
+            self.report(run, learner.step, {})
+        return _Member(
+            run,
+            config,
+            image_shape,
+            learner,
+            Lane(
+                learner.model,
+                learner.mask,
+                learner.optimizer,
+                lambda step: list(training.tasks(step, config.tasks_per_step)),
+                config.inner,
+                run.seed,
+                config.outer_clamp,
+            ),
+            self._source(config, config.validation_split, run.seed, "validation"),
+        )
+
+    def _source(self, config: FewShotConfig, split: str, seed: int, stream: str) -> TaskSource:
+        """Tasks of one run; on a GPU the images lie in its memory once for all runs."""
+        key = (config.data, split, config.episode)
+        if key not in self._sources:
+            chosen = split_of(load_set(config.data), split)
+            self._sources[key] = TaskSource(chosen, config.episode, seed, stream, self.device)
+        return self._sources[key].with_seed(seed, stream)
+
+    def _record(self, member: _Member, values: dict[str, Any]) -> None:
+        values["elapsed_seconds"] = member.learner.seconds
+        if member.logging:
+            sparsity = member.learner.mask.sparsity()
+            values |= {"sparsity": sparsity.overall, "sparsity_by_layer": sparsity.by_layer}
+            if self.at_once > 1:
+                values["runs_at_once"] = self.at_once
+            member.run.log(member.learner.step, **values)
+        if self.report is not None:
+            self.report(member.run, member.learner.step, values)
+
+    def _separate(self, group: _Group, error: NonFiniteError) -> None:
+        """An engine does not say whose loss it was: let every run go on alone from its last checkpoint."""
+        place = self.groups.index(group)
+        alone: list[_Group] = []
+        if len(group.members) > 1:
+            self.notify(f"{_names(group.members)}: one has a loss that is not finite; each goes on from its checkpoint")
+        for member in group.members:
+            with self._failing(member.run):
+                if len(group.members) == 1:
+                    raise error
+                alone.append(_Group([self._open(member.run)], self.notify))
+        self.groups[place : place + 1] = alone
+
+    @contextmanager
+    def _failing(self, run: RunFolder) -> Iterator[None]:
+        """What goes wrong with one run does not end the others."""
+        try:
+            yield
+        except UserError as error:
+            self.failures[run] = error
+            if not self._alone:
+                self.notify(f"{run.path} failed: {error}")
+
+
+def _names(members: Sequence[_Member]) -> str:
+    return ", ".join(str(member.run.path) for member in members)

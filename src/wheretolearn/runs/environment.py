@@ -28,13 +28,20 @@ def versions() -> dict[str, str]:
 
 def hardware() -> str:
     """One line, such as `2 x NVIDIA H200; AMD EPYC 9654, 16 cores`."""
-    cores = _cores()
-    parts = [f"{_cpu_model()}, {cores} core{'s' if cores > 1 else ''}"]
+    count = cores()
+    parts = [f"{_cpu_model()}, {count} core{'s' if count > 1 else ''}"]
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         name = torch.cuda.get_device_name(0)
         parts.insert(0, f"{count} x {name}" if count > 1 else name)
     return "; ".join(parts)
+
+
+def cores() -> int:
+    """The cores this process may use, which a scheduler or container can make fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def git_commit(folder: Path = _PACKAGE) -> str | None:
@@ -77,10 +84,3 @@ def _cpu_model() -> str:
         if name.strip() == "model name":
             return " ".join(value.split())
     return platform.processor() or platform.machine() or "unknown CPU"
-
-
-def _cores() -> int:
-    """The cores this process may use, which a scheduler or container can make fewer than there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -37,9 +37,18 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, path: str | os.PathLike[str], config: Mapping[str, object], seed: int, protocol: str
+        cls,
+        path: str | os.PathLike[str],
+        config: Mapping[str, object],
+        seed: int,
+        protocol: str,
+        preset: str | None = None,
+        scale: str | None = None,
     ) -> "RunFolder":
-        """Start a run in a new or empty folder and write run.json before anything else."""
+        """Start a run in a new or empty folder and write run.json before anything else.
+
+        ``preset`` names the preset that the config came from, and ``scale`` the one it was taken at.
+        """
         if not 0 <= seed <= MAX_SEED:
             raise ConfigError(f"a seed lies between 0 and {MAX_SEED}, not {seed}")
         run = cls(path)
@@ -47,15 +56,16 @@ class RunFolder:
             run.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot create the folder {run.path}: {error.strerror}") from error
-        if not (run.path / _INFO).exists() and any(not _is_remnant(item) for item in run.path.iterdir()):
-            raise UserError(f"{run.path} is not empty and not a run: choose another folder")
+        if not (run.path / _INFO).exists():
+            check_free(run.path)
         run.lock()
         try:
-            if (run.path / _INFO).exists():
-                raise UserError(f"{run.path} already holds a run: resume it, or choose another folder")
+            check_free(run.path)
             run.info = {
                 "protocol": protocol,
                 "seed": seed,
+                "preset": preset,
+                "scale": scale,
                 "config": dict(config),
                 "versions": environment.versions(),
                 "commit": environment.git_commit(),
@@ -84,6 +94,9 @@ class RunFolder:
                 raise UserError(f"{file} is damaged: its {name} cannot be {run.info[name]!r}")
         if not 0 <= run.seed <= MAX_SEED:
             raise UserError(f"{file} is damaged: its seed {run.seed} is not between 0 and {MAX_SEED}")
+        for name in ("preset", "scale"):
+            if not isinstance(run.info.get(name), str | None):
+                raise UserError(f"{file} is damaged: its {name} cannot be {run.info[name]!r}")
         return run
 
     @property
@@ -97,6 +110,15 @@ class RunFolder:
     @property
     def protocol(self) -> str:
         return str(self.info["protocol"])
+
+    @property
+    def preset(self) -> str | None:
+        """The preset that the config came from; None for other runs and those of early versions."""
+        return self.info.get("preset")
+
+    @property
+    def scale(self) -> str | None:
+        return self.info.get("scale")
 
     def lock(self) -> None:
         """Become the run's only writer, or fail at once; does nothing when this object already is."""
@@ -193,6 +215,14 @@ class RunFolder:
         except (ValueError, TypeError, KeyError):
             pass
         raise UserError(f"{self.path / _METRICS}, line {number}: damaged; delete that line to go on")
+
+
+def check_free(path: Path) -> None:
+    """Refuse a folder that a new run would have to share."""
+    if (path / _INFO).exists():
+        raise UserError(f"{path} already holds a run: resume it, or choose another folder")
+    if path.is_dir() and any(not _is_remnant(item) for item in path.iterdir()):
+        raise UserError(f"{path} is not empty and not a run: choose another folder")
 
 
 def _is_remnant(item: Path) -> bool:

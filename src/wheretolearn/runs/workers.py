@@ -1,0 +1,188 @@
+"""Several runs at once on one machine, each in a process of its own that tells its parent how far it is.
+
+A worker process ends by itself, after saving, when its parent is gone, however that ended.
+"""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from wheretolearn.errors import NonFiniteError, Stopped, UserError
+from wheretolearn.runs.signals import StopRequest
+from wheretolearn.storage import from_json, to_json
+
+_SECONDS_BETWEEN_REPORTS = 0.2
+# A worker that is told to stop before it has begun has nothing to save and does not handle the signal.
+_STOPPED = (Stopped.exit_code, -signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the workers ended, by name; those that a stop kept from starting count as stopped."""
+
+    finished: tuple[str, ...]
+    stopped: tuple[str, ...]
+    failed: dict[str, UserError]
+
+
+def run_workers(
+    commands: Mapping[str, Sequence[str]],
+    *,
+    at_once: int,
+    threads: int,
+    update: Callable[[str, int, Mapping[str, Any]], None],
+    notify: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] | None = None,
+    stop_on_failure: bool = False,
+) -> Outcome:
+    """Run each command, a Python module with its arguments, in a process; ``at_once`` of them at a time.
+
+    ``update`` gets the name of a worker and what it told through ``tell_step``, ``notify`` what through ``tell_note``.
+    SIGINT and SIGTERM are passed on to the workers once; ``on_stop`` is called first.
+    """
+    waiting = dict(commands)
+    working: dict[str, _Worker] = {}
+    finished, stopped, failed = [], [], {}
+    stopping = False
+    messages: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+
+    def pass_on() -> None:
+        with suppress(queue.Empty):
+            while True:
+                name, message = messages.get_nowait()
+                if "note" in message:
+                    if notify is not None:
+                        notify(message["note"])
+                else:
+                    update(name, message["step"], message["values"])
+
+    with StopRequest(on_stop) as stop:
+        try:
+            while working or (waiting and not stopping):
+                while waiting and len(working) < at_once and not stopping:
+                    name = next(iter(waiting))
+                    working[name] = _Worker(waiting.pop(name), threads, name, messages)
+                time.sleep(0.05)
+                ended = [name for name, worker in working.items() if worker.ended()]
+                pass_on()
+                for name in ended:
+                    code, words = working.pop(name).end()
+                    if code == 0:
+                        finished.append(name)
+                    elif code in _STOPPED and stopping:
+                        stopped.append(name)
+                    else:
+                        failed[name] = _error(code, words)
+                        if notify is not None:
+                            notify(f"{name} failed: {failed[name]}")
+                if not stopping and (stop.requested or (stop_on_failure and failed)):
+                    stopping = True
+                    for worker in working.values():
+                        worker.stop()
+        finally:
+            for worker in working.values():  # only where something here went wrong
+                worker.stop()
+    return Outcome(tuple(finished), (*stopped, *waiting), failed)
+
+
+class _Worker:
+    def __init__(
+        self,
+        command: Sequence[str],
+        threads: int,
+        name: str,
+        messages: "queue.SimpleQueue[tuple[str, dict[str, Any]]]",
+    ):
+        self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the worker lives
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            stdin=subprocess.PIPE,  # never written to: it closes when this process ends, however it ends
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+        )
+        self._reader = threading.Thread(target=self._read, args=(name, messages), daemon=True)
+        self._reader.start()
+
+    def _read(self, name: str, messages: "queue.SimpleQueue[tuple[str, dict[str, Any]]]") -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with suppress(ValueError):  # a stranger's print, or a line that a kill cut short
+                message = from_json(line)
+                if isinstance(message, dict) and ("note" in message or {"step", "values"} <= message.keys()):
+                    messages.put((name, message))
+
+    def ended(self) -> bool:
+        """Whether the process is gone and all it said is in the queue."""
+        return self._process.poll() is not None and not self._reader.is_alive()
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code, and what was written to standard error."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._words.seek(0)
+        words = self._words.read().decode(errors="replace").strip()
+        self._words.close()
+        return self._process.wait(), words
+
+
+def _error(code: int, words: str) -> UserError:
+    if code < 0:
+        return UserError(f"its process was ended by {signal.Signals(-code).name}" + (f": {words}" if words else ""))
+    if code == NonFiniteError.exit_code:
+        return NonFiniteError(words)
+    return UserError(words or f"its process ended with exit code {code}")
+
+
+class Teller:
+    """The worker's side: tells the parent about steps, though not more often than it can use."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def tell_step(self, step: int, values: Mapping[str, Any]) -> None:
+        """Steps without news (a loss, an accuracy) may be left out."""
+        now = time.monotonic()
+        if values.keys() - {"elapsed_seconds"} or now - self._last > _SECONDS_BETWEEN_REPORTS:
+            self._last = now
+            self._tell({"step": step, "values": dict(values)})
+
+    def tell_note(self, text: str) -> None:
+        self._tell({"note": text})
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # the parent is gone; saving matters more
+            sys.stdout.write(to_json(message) + "\n")
+            sys.stdout.flush()
+
+
+def work(job: Callable[[Teller], None]) -> None:
+    """What a worker's module does as its main program: the job, then an exit code that the parent understands."""
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    try:
+        job(Teller())
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        # Not sys.exit: at its end Python would try again to write what the parent no longer reads.
+        os._exit(error.exit_code)
+
+
+def _stop_with_parent() -> None:
+    os.read(0, 1)  # returns at the end of standard input
+    os.kill(os.getpid(), signal.SIGTERM)

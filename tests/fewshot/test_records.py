@@ -1,0 +1,221 @@
+"""Evaluating finished runs, and the records of what they reached."""
+
+import json
+
+import pytest
+import torch
+
+from wheretolearn.data import image_set
+from wheretolearn.data.image_set import ImageSplit
+from wheretolearn.engine.eager import EagerEvaluator
+from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.fewshot.records import result_records
+from wheretolearn.fewshot.tasks import TaskSource
+from wheretolearn.fewshot.trained import best_folders, evaluate_run, held_out_splits, load_trained
+from wheretolearn.fewshot.training import train
+from wheretolearn.masks import load as load_mask
+from wheretolearn.presets import load_preset
+from wheretolearn.runs import environment
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.results import load_all, save
+from wheretolearn.storage import load_weights
+
+PRESET = "table1.sparse-maml.shot5"
+
+
+@pytest.fixture
+def sets(stripes):
+    """Sets that hold out one split or two; one of them is a part of what was published."""
+
+    def split(name):
+        drawn = stripes()
+        return ImageSplit(name, drawn.images, drawn.class_offsets, drawn.classes, drawn.groups)
+
+    image_set.write("one", {name: split(f"one/{name}") for name in ("train", "test")}, {})
+    info = {"complete": False, "classes": "test 8 of 10"}
+    image_set.write("part", {name: split(f"part/{name}") for name in ("train", "test")}, info)
+    image_set.write("two", {name: split(f"two/{name}") for name in ("train", "east", "west")}, {})
+
+
+@pytest.fixture
+def trained(new_run, sets):
+    def make(name, seed=0, **settings):
+        run = new_run(name, seed, **{"data": "one", "preset": PRESET, "scale": "paper", **settings})
+        train(run)
+        return run
+
+    return make
+
+
+def change(run, **info):
+    """Edit what run.json says."""
+    run.close()
+    file = run.path / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **info}))
+    return RunFolder.open(run.path)
+
+
+def test_an_ensemble_predicts_by_the_mean_of_probabilities(trained):
+    run = trained("run", validate_every=1, outer_steps=5)
+    found = evaluate_run(run, "test", tasks=7, steps=3, ensemble=True)
+    config, model, _ = load_trained(run)
+    source = TaskSource(image_set.load("one").splits["test"], config.episode, run.seed, "test")
+    tasks = list(source.tasks(0, 7))
+    total = 0
+    assert len(best_folders(run)) == 3
+    for folder in best_folders(run):
+        model.load_state_dict(load_weights(folder / "model.safetensors")[0])
+        mask = load_mask(folder / "mask.safetensors", model)
+        total += EagerEvaluator(model, mask, config.inner).probabilities(tasks, 3)
+    labels = torch.stack([task.query_labels for task in tasks])
+    expected = (total.argmax(-1) == labels).float().mean(1)
+    assert found.task_accuracies == pytest.approx(expected.tolist())
+    assert found.models == 3
+    assert "ensemble of 3" in found.sentence()
+    assert (run.path / "evaluations" / "one-test-7-tasks-3-steps-ensemble-of-3.json").exists()
+
+
+def test_a_run_is_evaluated_without_the_images_it_learned_from(trained, monkeypatch):
+    run = trained("run")
+    expected = evaluate_run(run, "test", data="part", tasks=3)
+    monkeypatch.setattr("wheretolearn.fewshot.trained.load_set", lambda name: {"part": image_set.load("part")}[name])
+    assert evaluate_run(run, "test", data="part", tasks=3) == expected
+
+
+def test_a_run_of_lower_precision_is_evaluated_on_a_cpu_in_float32(trained):
+    run = trained("run")
+    expected = evaluate_run(run, "test", tasks=3)
+    changed = change(run, config={**run.config, "precision": "bfloat16"})
+    assert evaluate_run(changed, "test", tasks=3) == expected
+    assert expected.precision == "float32"
+
+
+def test_a_record_holds_what_is_needed_to_judge_the_number(trained, tmp_path):
+    runs = [trained("a", seed=3), trained("b", seed=5)]
+    facts = {"commit": "0123456789abcdef", "hardware": "a big GPU", "versions": {"torch": "9.9"}}
+    runs = [change(run, **facts) for run in runs]
+    evaluations = {run: [evaluate_run(run, "test", tasks=6)] for run in runs}
+    accuracy, sparsity = result_records(evaluations)
+    assert (accuracy.name, accuracy.metric, accuracy.unit) == (PRESET, "accuracy", "%")
+    assert accuracy.seeds == (3, 5)
+    assert accuracy.values == pytest.approx([100 * evaluations[run][0].accuracy for run in runs])
+    assert {name: getattr(accuracy, name) for name in facts} == facts
+    times = [run.metrics()[-1]["elapsed_seconds"] for run in runs]
+    assert accuracy.wall_seconds == pytest.approx(sum(times) / 2)
+    assert accuracy.config["data"] == "one"
+    width = 100 * evaluations[runs[0]][0].half_width
+    for part in (
+        "6 tasks of one/test for each seed",
+        f"95 % interval over tasks +-{width:.2f} ",
+        "K_test 2",
+        "float32",
+        "time of one run (mean)",
+        f"measured on {environment.hardware()} at commit {environment.git_commit()}",
+    ):
+        assert part in accuracy.notes
+    assert "at once" not in accuracy.notes
+    assert (sparsity.metric, sparsity.seeds) == ("sparsity", (3, 5))
+    shares = [load_trained(run)[2].sparsity() for run in runs]
+    assert sparsity.values == pytest.approx([100 * share.overall for share in shares])
+    assert f"block1.conv {50 * (shares[0].by_layer['block1.conv'] + shares[1].by_layer['block1.conv']):.1f}" in (
+        sparsity.notes
+    )
+    for record in (accuracy, sparsity):
+        save(record, tmp_path / "records")
+    assert load_all(tmp_path / "records") == [accuracy, sparsity]
+
+
+def test_the_paper_stands_beside_the_number_it_gives_and_no_other(trained):
+    run = trained("run")
+    preset = load_preset(PRESET)
+    assert preset.paper is not None
+    own, other, slow = (
+        evaluate_run(run, "test", tasks=2),
+        evaluate_run(run, "test", data="part", tasks=2),
+        evaluate_run(run, "test", tasks=2, steps=7),
+    )
+    ensemble = evaluate_run(run, "test", tasks=2, ensemble=True)
+    records = result_records({run: [own, other, slow, ensemble]})
+    assert (records[0].paper_value, records[0].paper_std) == (preset.paper.value, preset.paper.std)
+    assert [record.metric for record in records] == [
+        "accuracy",
+        "accuracy on part",
+        "accuracy",
+        "ensemble accuracy",
+        "sparsity",
+    ]
+    assert [record.paper_value for record in records[1:]] == [None] * 4
+    assert "K_test 7" in records[2].notes
+
+
+def test_settings_that_differ_from_the_preset_are_noted(trained):
+    run = trained("run", seed=1)
+    notes = result_records({run: []})[0].notes
+    assert 'differs from the preset: data="one"' in notes
+    assert "width=4" in notes
+    assert "outer_steps=6" in notes
+
+
+def test_a_subset_is_noted(trained):
+    run = trained("run")
+    evaluations = [evaluate_run(run, "test", tasks=2), evaluate_run(run, "test", data="part", tasks=2)]
+    own, other, _ = result_records({run: evaluations})
+    assert "part is a subset: test 8 of 10 classes" in other.notes
+    assert "subset" not in own.notes
+
+
+def test_each_of_several_splits_has_a_metric_of_its_own(trained):
+    run = trained("run", data="two")
+    assert held_out_splits(run) == ["east", "west"]
+    evaluations = [evaluate_run(run, split, tasks=2) for split in ("east", "train")]
+    assert [record.metric for record in result_records({run: evaluations})[:2]] == [
+        "accuracy on east",
+        "accuracy on train",
+    ]
+    run = trained("other")
+    cross = evaluate_run(run, "west", data="two", tasks=2)
+    assert result_records({run: [cross]})[0].metric == "accuracy on two/west"
+
+
+def test_a_quick_run_is_not_compared_with_the_paper(trained):
+    run = trained("run", scale="quick")
+    record = result_records({run: [evaluate_run(run, "test", tasks=2)]})[0]
+    assert record.name == f"{PRESET} at quick scale"
+    assert record.paper_value is None
+
+
+def test_runs_trained_at_once_or_at_different_commits_are_noted(trained):
+    one, two = change(trained("a"), commit="aaaa"), change(trained("b", seed=1), commit="bbbb")
+    with one:
+        one.log(7, elapsed_seconds=100.0, runs_at_once=4)
+    record = result_records({one: [], two: []})[0]
+    assert "trained 1 or 4 at once" in record.notes
+    assert "trained at commits aaaa and bbbb" in record.notes
+    assert record.commit == "aaaa"
+
+
+def test_a_mask_that_is_not_learned_has_no_record_of_sparsity(trained):
+    run = trained("run", mask="fixed")
+    assert result_records({run: []}) == []
+
+
+def test_where_another_run_lay_is_not_recorded(trained):
+    first = trained("first")
+    second = trained("second", start_from=str(first.path))
+    assert result_records({second: []})[0].config["start_from"] == "first"
+
+
+def test_what_cannot_be_recorded_says_why(trained, new_run):
+    stranger = trained("stranger", preset=None, scale=None)
+    with pytest.raises(UserError, match=r"stranger does not say which preset.*--preset-name"):
+        result_records({stranger: []})
+    assert result_records({stranger: []}, preset_name=PRESET)[0].name == PRESET
+    with pytest.raises(ConfigError, match="no preset is called"):
+        result_records({stranger: []}, preset_name="tabel1")
+    one, two, wide = trained("one"), trained("two"), trained("wide", seed=1, width=5)
+    with pytest.raises(ConfigError, match=r"have the same seed 0"):
+        result_records({one: [], two: []})
+    with pytest.raises(ConfigError, match=r"differ in width=5: record them apart"):
+        result_records({one: [], wide: []})
+    with pytest.raises(UserError, match="is not finished"):
+        result_records({new_run("new", preset=PRESET): []})
