@@ -82,7 +82,7 @@ class SparseDelta:
         return network_with(model, parameters, self.buffers, self.batch_norm)
 
     def save(self, path: Path | str) -> None:
-        tensors = {f"position/{name}": t for name, t in self.positions.items()}
+        tensors = {f"position/{name}": _packed(t, self.shapes[name]) for name, t in self.positions.items()}
         tensors |= {f"value/{name}": t for name, t in self.values.items()}
         tensors |= {f"buffer/{name}": t for name, t in self.buffers.items()}
         metadata = {"shapes": json.dumps(self.shapes), "base": self.base, "batch_norm": self.batch_norm}
@@ -100,7 +100,8 @@ class SparseDelta:
         for key, tensor in tensors.items():
             part, _, name = key.partition("/")
             parts.setdefault(part, {})[name] = tensor
-        positions, values = parts["position"], parts["value"]
+        values = parts["value"]
+        positions = {name: _unpacked(t) for name, t in parts["position"].items()}
         sound = (
             metadata.get("kind") == "sparse-delta"
             and mode in get_args(BatchNormMode)
@@ -111,6 +112,22 @@ class SparseDelta:
         if not sound:
             raise MismatchError(f"{path} holds no sparse delta: give a file written by SparseDelta.save")
         return cls(positions, values, parts["buffer"], shapes, base, cast(BatchNormMode, mode))
+
+
+def _packed(positions: Tensor, shape: list[int]) -> Tensor:
+    """Positions as they are stored: one bit per weight, or a number per change where that is smaller."""
+    size = torch.Size(shape).numel()
+    if size < 2**31 and len(positions) * 32 < size:
+        return positions.to(torch.int32)
+    marks = torch.zeros(-(-size // 8) * 8, dtype=torch.uint8)
+    marks[positions.cpu()] = 1
+    return (marks.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+
+
+def _unpacked(stored: Tensor) -> Tensor:
+    if stored.dtype != torch.uint8:
+        return stored.to(torch.int64) if stored.dtype == torch.int32 else stored
+    return ((stored[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().nonzero().flatten()
 
 
 def _fits(positions: Tensor, values: Tensor, shape: list[int]) -> bool:

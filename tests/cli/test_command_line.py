@@ -458,7 +458,8 @@ def test_a_signal_stops_several_runs_and_saves_them(tmp_path, run_command, numbe
 
 def test_a_worker_that_dies_is_named_and_the_others_go_on(tmp_path):
     folder = tmp_path / "runs"
-    process = start("train", folder, "--preset", "demo.maml", "--seeds", 2, "--workers", 2, *TINY)
+    longer = ("--set", "outer_steps=150")  # so that it is not over before it is killed
+    process = start("train", folder, "--preset", "demo.maml", "--seeds", 2, "--workers", 2, *TINY, *longer)
     paths = [folder / f"demo.maml-seed{seed}" for seed in (0, 1)]
     wait_for_step(paths[1], 2, process)
     os.kill(worker_of(paths[1]), signal.SIGKILL)
@@ -481,12 +482,29 @@ def test_a_loss_of_one_of_several_runs_has_its_exit_code(tmp_path, run_command):
         (["--seeds", 2, "--seed", 2**31 - 1], ["seeds end at 2147483647"]),
         (["--preset", "demo.maml", "--preset", "demo.mmal"], ["demo.mmal", "demo.maml"]),
         (["--set", "start_from=nowhere"], ["start_from", "nowhere", "not a finished run"]),
+        (["--preset", "tableS4.shot1.init0", "--scale", "quick"], ["table1.fomaml.shot1", "start_from=FOLDER"]),
         (["--set", "learn_theta=false", "--set", "mask=fixed"], ["nothing to learn"]),
     ],
 )
 def test_a_slip_with_several_runs_leaves_none_behind(run_command, tmp_path, slip, parts):
     assert_message(run_command("train", tmp_path / "runs", *slip), *parts)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_preset_at_quick_scale_trains_and_its_mask_after_it(tmp_path, run_command):
+    brief = [*TINY, "--threads", 1, "--scale", "quick", "--set", "outer_steps=2"]
+    first = run_command("train", tmp_path / "first", "--preset", "table1.fomaml.shot1", *brief)
+    assert first.returncode == 0, first.stderr
+    run = RunFolder.open(tmp_path / "first")
+    assert (run.preset, run.scale, run.config["data"]) == ("table1.fomaml.shot1", "quick", "glyphs")
+    second = run_command(
+        *("train", tmp_path / "second", "--preset", "tableS4.shot1.init0", *brief),
+        *("--set", f"start_from={os.path.relpath(tmp_path / 'first')}"),
+    )
+    assert second.returncode == 0, second.stderr
+    assert RunFolder.open(tmp_path / "second").config["start_from"] == str(tmp_path / "first")
+    weights = [load_weights(tmp_path / name / "model.safetensors")[0] for name in ("first", "second")]
+    assert all(torch.equal(tensor, weights[1][key]) for key, tensor in weights[0].items())
 
 
 def test_several_runs_take_no_place_of_others(several, run_command):

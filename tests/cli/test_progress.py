@@ -48,3 +48,46 @@ def test_a_stop_is_announced_even_where_standard_error_is_closed(monkeypatch):
 
     monkeypatch.setattr(os, "write", closed)
     progress.announce_stop()
+
+
+LONG = [f"table1.sparse-maml.shot5-seed{seed}" for seed in (11, 12)]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_long_names_keep_the_end_that_tells_them_apart(monkeypatch, width):
+    file = io.StringIO()
+    monkeypatch.setattr(
+        progress, "Console", lambda **_: Console(file=file, width=width, force_terminal=True, color_system=None)
+    )
+    with progress.TrainingBars(dict.fromkeys(LONG, 2500)) as bars:
+        for name in LONG:
+            bars.update(name, 190, VALUES)
+    assert "shot5-seed11" in file.getvalue()
+    assert "shot5-seed12" in file.getvalue()
+    assert "190/2500" in file.getvalue()
+
+
+def test_a_note_is_shown_once(capsys):
+    with progress.TrainingBars({"run": 10}) as bars:
+        bars.note("[slow] engine")
+        bars.note("[slow] engine")
+    assert capsys.readouterr().err == "note: [slow] engine\n"
+
+
+def test_off_a_terminal_each_run_has_a_line_per_validation(capsys):
+    with progress.TrainingBars({"one": 10, "two": 20}) as bars:
+        bars.update("one", 1, {"loss": 2.0})
+        bars.update("two", 5, {"validation_accuracy": 0.5})
+    assert re.fullmatch(r"two: step 5 of 20  validation 50\.0%  \(\d+ s\)\n", capsys.readouterr().err)
+
+
+def test_the_rate_of_a_resumed_run_does_not_count_the_steps_before(monkeypatch):
+    monkeypatch.setattr(
+        progress, "Console", lambda **_: Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+    )
+    with progress.TrainingBars({"run": 2000}) as bars:
+        bars.update("run", 1000, {})
+        bars.update("run", 1001, {})
+        task = bars._bar.tasks[0]
+        assert task.completed == 1001
+        assert sum(sample.completed for sample in task._progress) == 1

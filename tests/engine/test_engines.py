@@ -11,6 +11,7 @@ from wheretolearn.engine.eager import EagerEngine
 from wheretolearn.engine.graphed import GraphedEngine
 from wheretolearn.engine.task import InnerLoop, Lane, Task
 from wheretolearn.errors import ConfigError, NonFiniteError
+from wheretolearn.ridge_head import ridge_logits, with_ridge_head
 
 GPU = pytest.param(
     "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: graphs are recorded there")
@@ -272,3 +273,23 @@ def test_bfloat16_stays_close_to_float32_and_keeps_state_in_float32():
     exact = trained(EagerEngine, "binary", "cuda", torch.float32, steps=1)
     assert losses[0] == pytest.approx(exact[3], abs=0.05)
     assert {p.dtype for p in [*lane.model.parameters(), *lane.mask.parameters()]} == {torch.float32}
+
+
+def test_a_ridge_head_is_solved_on_each_tasks_support_set():
+    model = with_ridge_head(models.build("conv4", ways=5, channels=1, size=16, width=4, seed=0), ways=5).double()
+    mask = masks.fixed(model, "none")
+    lane = Lane(
+        model,
+        mask,
+        torch.optim.Adam(model.parameters(), lr=1e-2),
+        lambda step: tasks_of(0, "cpu", torch.float64),
+        InnerLoop(0, 0.1, head="ridge"),
+    )
+    tasks = tasks_of(0, "cpu", torch.float64)
+    expected = [ridge_logits(model, t.support_inputs, t.support_labels, t.query_inputs).softmax(1) for t in tasks]
+    engine = make_engine([lane])
+    assert engine.name == "eager"
+    torch.testing.assert_close(engine.evaluator(0).probabilities(tasks, 0), torch.stack(expected).detach())
+    losses = run(engine, steps=15)
+    assert losses[-1][0] < 0.7 * losses[0][0]
+    assert model.block1.conv.weight.grad.abs().max() > 0  # learned through the solve

@@ -38,6 +38,21 @@ def test_a_run_opens_as_it_was_created(tmp_path: Path) -> None:
     assert os.fspath(run) == str(tmp_path)
 
 
+def test_a_run_knows_its_preset(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", {}, 0, "fewshot", "table1.maml.shot1", "quick"):
+        run = RunFolder.open(tmp_path / "run")
+    assert (run.preset, run.scale) == ("table1.maml.shot1", "quick")
+
+
+def test_a_run_of_an_early_version_opens_without_a_preset(tmp_path: Path) -> None:
+    create(tmp_path).close()
+    info = json.loads((tmp_path / "run.json").read_text())
+    assert info.pop("preset") is info.pop("scale") is None
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    run = RunFolder.open(tmp_path)
+    assert (run.preset, run.scale) == (None, None)
+
+
 def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match=f"{tmp_path} is not empty and not a run: choose another folder"):
@@ -91,6 +106,8 @@ def test_damaged_run_json_is_named(tmp_path: Path, text: str) -> None:
         ("config", 5),
         ("config", [["inner_lr", 1]]),
         ("protocol", None),
+        ("preset", 5),
+        ("scale", ["quick"]),
     ],
 )
 def test_a_value_that_run_json_cannot_hold_is_named(tmp_path: Path, name: str, value: object) -> None:

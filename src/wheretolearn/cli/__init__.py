@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from wheretolearn.cli import adapt, data, demo, fewshot, presets
+from wheretolearn.cpu import keep_freed_memory
 from wheretolearn.errors import UserError
 from wheretolearn.version import __version__
 
@@ -42,6 +43,7 @@ def _main(
 
 def main() -> None:
     """Run the command line; a user's mistake ends in one message and an exit code, not a traceback."""
+    keep_freed_memory()
     try:
         app()
     except UserError as error:

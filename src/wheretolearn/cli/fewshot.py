@@ -249,12 +249,12 @@ def _runs_in(paths: Sequence[Path], wanted: Literal["finished", "unfinished"]) -
 def _continue(runs: Sequence[RunFolder], device: str, workers: int | None, threads: int | None) -> None:
     totals = {run: from_dict(FewShotConfig, run.config, where=str(run.path)).outer_steps for run in runs}
     labels = _labels(runs)
-    with TrainingBars({labels[run]: total for run, total in totals.items()}) as bars:
+    try:
+        with TrainingBars({labels[run]: total for run, total in totals.items()}) as bars:
 
-        def report(run: RunFolder, step: int, values: Mapping[str, object]) -> None:
-            bars.update(labels[run], step, values)
+            def report(run: RunFolder, step: int, values: Mapping[str, object]) -> None:
+                bars.update(labels[run], step, values)
 
-        try:
             if len(runs) > 1 and device == "cpu":
                 train_in_processes(
                     runs, report, workers=workers, threads=threads, on_stop=announce_stop, notify=bars.note
@@ -262,10 +262,10 @@ def _continue(runs: Sequence[RunFolder], device: str, workers: int | None, threa
             else:
                 set_threads(threads)
                 train_together(runs, report, device, announce_stop, bars.note)
-        finally:
-            summaries = [_summary(run) for run in runs if finished(run)]
-    for summary in summaries:
-        typer.echo(summary)
+    finally:  # also where others failed or were stopped
+        for run in runs:
+            if finished(run):
+                typer.echo(_summary(run))
 
 
 def _labels(runs: Sequence[RunFolder]) -> dict[RunFolder, str]:
@@ -276,6 +276,8 @@ def _labels(runs: Sequence[RunFolder]) -> dict[RunFolder, str]:
 
 def _summary(run: RunFolder) -> str:
     validated = [record for record in run.metrics() if "validation_accuracy" in record]
+    if not validated:
+        return f"{run.path}: finished"
     best = max(validated, key=lambda record: record["validation_accuracy"])  # of equals the first, as in training
     return (
         f"{run.path}: best validation accuracy {best['validation_accuracy']:.1%} at step {best['step']}, "

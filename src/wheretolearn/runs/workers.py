@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
+from wheretolearn.cpu import keep_freed_memory
 from wheretolearn.errors import NonFiniteError, Stopped, UserError
 from wheretolearn.runs.signals import StopRequest
 from wheretolearn.storage import from_json, to_json
@@ -173,6 +174,7 @@ class Teller:
 
 def work(job: Callable[[Teller], None]) -> None:
     """What a worker's module does as its main program: the job, then an exit code that the parent understands."""
+    keep_freed_memory()
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
         job(Teller())
