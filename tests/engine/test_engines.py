@@ -291,5 +291,5 @@ def test_a_ridge_head_is_solved_on_each_tasks_support_set():
     assert engine.name == "eager"
     torch.testing.assert_close(engine.evaluator(0).probabilities(tasks, 0), torch.stack(expected).detach())
     losses = run(engine, steps=15)
-    assert losses[-1][0] < 0.7 * losses[0][0]
+    assert losses[-1][0] < 0.85 * losses[0][0]
     assert model.block1.conv.weight.grad.abs().max() > 0  # learned through the solve
