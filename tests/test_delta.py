@@ -64,6 +64,27 @@ def test_a_sparser_mask_gives_a_smaller_file(file_size):
     assert file_size(sparsity=0.9) < 0.2 * file_size(sparsity=0.0)
 
 
+@pytest.mark.parametrize(("sparsity", "stored_as"), [(0.99, torch.int32), (0.5, torch.uint8)])
+def test_positions_are_stored_in_the_smaller_way(sparsity, stored_as, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(500, 50)
+    x, y = torch.randn(20, 500), torch.arange(20)
+    mask = masks.binary(model, select="weight", initial_sparsity=sparsity)
+    adapted = adapt(model, mask, lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=1.0)
+    SparseDelta.of(adapted).save(tmp_path / "delta.safetensors")
+    assert load_weights(tmp_path / "delta.safetensors")[0]["position/weight"].dtype == stored_as
+    network = SparseDelta.load(tmp_path / "delta.safetensors").apply(model)
+    assert torch.equal(network.weight, adapted.parameters["weight"])
+
+
+def test_a_delta_with_a_strange_buffer_is_refused():
+    model, _, adapted = adapted_network()
+    delta = SparseDelta.of(adapted)
+    delta.buffers["nobody"] = torch.ones(1)
+    with pytest.raises(MismatchError, match="nobody"):
+        delta.apply(model)
+
+
 def test_a_delta_refuses_other_weights():
     _, _, adapted = adapted_network()
     other = network()
@@ -119,6 +140,7 @@ def test_other_stored_statistics_are_other_weights():
         lambda tensors, metadata: tensors.update({"value/0.weight": torch.ones(1)}),
         lambda tensors, metadata: tensors.update({"position/0.weight": tensors["position/0.weight"] + 1000}),
         lambda tensors, metadata: tensors.update({"other/0.weight": torch.ones(1)}),
+        lambda tensors, metadata: tensors.update({"position/0.weight": torch.tensor(1, dtype=torch.uint8)}),
     ],
 )
 def test_damaged_deltas_are_refused(damage, tmp_path):

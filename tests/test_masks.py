@@ -503,7 +503,7 @@ class TestCurvature:
 
     def test_a_weight_counts_as_closed_when_nothing_reaches_it(self):
         mask = masks.curvature(nn.Linear(4, 2))
-        mask.raw["weight.out"][0] = 0.0
+        mask.raw["weight.out"][:] = torch.tensor([[0.0, 0.0], [1.0, 1.0]])  # the first row closed, no column
         assert mask.sparsity().by_tensor == {"weight": 0.5, "bias": 0.0}
         gradients = {"weight": torch.ones(2, 4), "bias": torch.ones(2)}
         assert (updates(mask, gradients, {})["weight"][0] == 0).all()

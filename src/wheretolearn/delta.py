@@ -73,6 +73,10 @@ class SparseDelta:
                 "the sparse delta was taken from other weights than this model holds: "
                 "load the weights that it was adapted from first"
             )
+        known = {name: tuple(b.shape) for name, b in _buffers_in_use(model, self.batch_norm)}
+        for name, buffer in self.buffers.items():
+            if known.get(name) != tuple(buffer.shape):
+                raise MismatchError(f"the sparse delta has a buffer {name} that this model does not have in that shape")
         theta = dict(model.named_parameters())
         parameters = {}
         for name, positions in self.positions.items():
@@ -125,7 +129,7 @@ def _packed(positions: Tensor, shape: list[int]) -> Tensor:
 
 
 def _unpacked(stored: Tensor) -> Tensor:
-    if stored.dtype != torch.uint8:
+    if stored.dtype != torch.uint8 or stored.dim() != 1:
         return stored.to(torch.int64) if stored.dtype == torch.int32 else stored
     return ((stored[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().nonzero().flatten()
 

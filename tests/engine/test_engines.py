@@ -1,5 +1,7 @@
 """The fast engine against the readable one: same tasks, same updates."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,10 @@ from wheretolearn import masks, models
 from wheretolearn.engine.choose import choose, make_engine, make_evaluator
 from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.eager import EagerEngine
-from wheretolearn.engine.graphed import GraphedEngine
+from wheretolearn.engine.graphed import GraphedEngine, _memory_of
 from wheretolearn.engine.task import InnerLoop, Lane, Task
 from wheretolearn.errors import ConfigError, NonFiniteError
+from wheretolearn.fewshot.learner import MixedOptimizer
 from wheretolearn.ridge_head import ridge_logits, with_ridge_head
 
 GPU = pytest.param(
@@ -123,6 +126,54 @@ def test_outer_gradients_are_clamped_alike(device):
     start = models.build("conv4", ways=5, channels=1, size=16, width=4, seed=0).state_dict()
     moved = max(float((p.detach().cpu() - start[n].double()).abs().max()) for n, p in one[0].named_parameters())
     assert moved == pytest.approx(1e-2 * 1e-3 * 1.9)  # learning rate, clamp, first Nesterov step
+
+
+def test_the_masks_gradients_are_clamped_too():
+    lane = new_lane("binary", "cpu", torch.float64, optimizer="nesterov", outer_clamp=1e-7)
+    before = {name: m.clone() for name, m in lane.mask.raw.items()}
+    run(EagerEngine([lane]), steps=1)
+    moved = max(float((m - before[name]).abs().max()) for name, m in lane.mask.raw.items())
+    assert moved == pytest.approx(5e-2 * 1e-7 * 1.9)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "nesterov", "mixed"])
+def test_what_recording_does_is_undone(optimizer):
+    """State that was there comes back; state that came to be is as if it had never been."""
+
+    def lane():
+        made = new_lane("generated", "cpu", torch.float64, optimizer="nesterov" if optimizer == "nesterov" else "adam")
+        if optimizer != "mixed":
+            return made
+        parts = (
+            torch.optim.Adam(made.model.parameters(), lr=1e-2),
+            torch.optim.SGD(made.mask.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+        )
+        return replace(made, optimizer=MixedOptimizer(*parts))
+
+    for steps_before in (0, 2):
+        straight, disturbed = lane(), lane()
+        for number, one in enumerate((straight, disturbed)):
+            run(EagerEngine([one]), steps=steps_before)
+            if number:
+                put_back = _memory_of(one)
+                run(EagerEngine([one]), steps=3, start=40)
+                put_back()
+            run(EagerEngine([one]), steps=2, start=steps_before)
+        for name, p in straight.model.named_parameters():
+            assert torch.equal(p, dict(disturbed.model.named_parameters())[name])
+        for name, m in straight.mask.tensors().items():
+            assert torch.equal(m, disturbed.mask.tensors()[name])
+
+
+def test_weights_outside_the_optimizer_gather_no_gradient():
+    lane = new_lane("binary", "cpu", torch.float64)
+    alone = replace(lane, optimizer=torch.optim.SGD(lane.mask.parameters(), lr=0.0))
+    engine = EagerEngine([alone])
+    run(engine, steps=1)
+    first = lane.model.head.weight.grad.clone()
+    for _ in range(2):
+        engine.outer_step([0])
+    assert torch.equal(lane.model.head.weight.grad, first)
 
 
 @pytest.mark.parametrize("device", DEVICES)

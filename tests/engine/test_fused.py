@@ -1,5 +1,7 @@
 """The kernels for Conv4 against plain autograd: on a GPU as they are, elsewhere in Triton's interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,8 +45,10 @@ def new_tasks(count, size, channels, ways=5, support=5, query=10, seed=0):
         smooth = torch.nn.functional.interpolate(x, size, mode="bilinear")
         return (smooth + 0.2 * torch.randn(smooth.shape, generator=generator) + 0.5).to(DEVICE)
 
-    labels = [torch.arange(n, device=DEVICE) % ways for n in (support, query)]
-    return [Task(images(support), labels[0], images(query), labels[1]) for _ in range(count)]
+    def labels(number, task):
+        return (torch.arange(number, device=DEVICE) + task) % ways  # other ones in each task
+
+    return [Task(images(support), labels(support, t), images(query), labels(query, t)) for t in range(count)]
 
 
 def jobs(model, tasks, inner_lr=0.05):
@@ -84,6 +88,26 @@ def test_gradients_equal_autograd(size, channels, ways, bias):
     expected = exact_gradients(model, work, 1)
     assert_alike(FusedConv4(model).meta_gradients(work, 1), expected, 2e-4)
     assert len({result.loss.item() for result in expected}) == 2
+
+
+def test_gradients_are_summed_over_inner_steps():
+    model = new_model(channels=1)
+    work = jobs(model, new_tasks(1, 16, 1), inner_lr=0.01)
+    assert_alike(FusedConv4(model).meta_gradients(work, 2), exact_gradients(model, work, 2), 1e-3)
+
+
+def test_blank_images_and_ties_are_treated_as_autograd_does():
+    """Blank images tie in every pooling window, and a filter of zeros has no variance."""
+    model = new_model(channels=1)
+    with torch.no_grad():
+        model.block2.conv.weight[3] = 0
+    task = new_tasks(1, 16, 1)[0]
+    inputs = [x.clone() for x in (task.support_inputs, task.query_inputs)]
+    for x in inputs:
+        x[0] = 0
+        x[1] = 0.7
+    work = jobs(model, [Task(inputs[0], task.support_labels, inputs[1], task.query_labels)])
+    assert_alike(FusedConv4(model).meta_gradients(work, 0), exact_gradients(model, work, 0), 1e-3)
 
 
 def test_several_blocks_and_steps_per_task(monkeypatch):
@@ -144,8 +168,12 @@ def test_what_the_kernels_cannot_do_is_refused():
     assert "inner_clip_norm" in fused.unsupported(new_model(), InnerLoop(1, 0.1, clip_norm=1.0))
     assert "ResNet12" in fused.unsupported(models.build("resnet12", seed=0), inner)
     assert fused.unsupported(new_model(), inner) is None
-    with pytest.raises(ConfigError, match="even size"):
-        FusedConv4(new_model()).meta_gradients(jobs(new_model(), new_tasks(1, 17, 3)), 1)
+    assert "odd size" in fused.unsupported(new_model(size=17), inner)
+    for height, width in ((17, 17), (16, 20)):
+        images = torch.zeros(5, 3, height, width, device=DEVICE)
+        task = Task(images, torch.arange(5, device=DEVICE), images, torch.arange(5, device=DEVICE))
+        with pytest.raises(ConfigError, match="square images of even size"):
+            FusedConv4(new_model()).meta_gradients(jobs(new_model(), [task]), 1)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="needs a machine without a GPU")
@@ -174,6 +202,10 @@ def test_auto_takes_the_fused_engine_and_falls_back_with_a_note_cuda():
         return Lane(model, masks.fixed(model), optimizer, lambda step: tasks, InnerLoop(1, 0.1))
 
     assert make_engine([lane(16)], precision="tf32").name == "fused"
-    engine = make_engine([lane(17)], precision="tf32")
+    assert make_engine([lane(17)], precision="tf32").name == "graphed"
+    wide = lane(16)
+    images = torch.randn(5, 3, 16, 20, device="cuda")  # the network can, the kernels cannot
+    task = Task(images, torch.arange(5, device="cuda"), images, torch.arange(5, device="cuda"))
+    engine = make_engine([replace(wide, draw=lambda step: [task])], precision="tf32")
     assert engine.name == "graphed"
-    assert "even size" in engine.note
+    assert "square images" in engine.note

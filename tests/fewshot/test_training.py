@@ -233,6 +233,7 @@ def test_evaluation_is_recorded_and_repeatable(new_run):
         ({"mask": "binry"}, "binary"),
         ({"inner_ls": 0.1}, "inner_lr"),
         ({"inner_lr": "high"}, "inner_lr"),
+        ({"learn_theta": False, "batch_norm": "running"}, "would change its statistics"),
     ],
 )
 def test_bad_settings(settings, message):
@@ -524,6 +525,27 @@ def test_a_run_that_cannot_be_opened_does_not_keep_others_from_training(new_run)
     with pytest.raises(UserError, match=r"1 of 2 runs failed:\n.*bad: .*is damaged"):
         train_together([bad, good])
     assert training.finished(good)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_state_written_on_a_gpu_goes_on_here(small, mixed):
+    """There Adam is told to keep its step count on the GPU; that must not come along."""
+    config = from_dict(FewShotConfig, {**small, "mask_optimizer": "nesterov"} if mixed else small)
+    learner, other = (new_learner(config, (16, 16, 1), 0) for _ in range(2))
+    for tensor in (*learner.model.parameters(), *learner.mask.parameters()):
+        tensor.grad = torch.ones_like(tensor)
+    learner.optimizer.step()
+    state = learner.state()
+    for group in state["optimizer"]["param_groups"]:
+        if "capturable" in group:
+            group["capturable"] = True
+    other.restore(1, state, "run")
+    for one in (learner, other):
+        for tensor in (*one.model.parameters(), *one.mask.parameters()):
+            tensor.grad = torch.ones_like(tensor)
+        one.optimizer.step()
+    for name, tensor in learner.model.state_dict().items():
+        assert torch.equal(tensor, other.model.state_dict()[name])
 
 
 def test_a_note_of_the_engine_reaches_the_user(new_run, monkeypatch):

@@ -41,6 +41,7 @@ class EagerEngine:
 
     def _outer_step(self, lane: Lane, step: int) -> float:
         lane.optimizer.zero_grad(set_to_none=True)
+        lane.model.zero_grad(set_to_none=True)  # it may be in no optimizer
         lane.mask.resample(lambda like: normal(like.shape, lane.seed, "mask noise", step, device=like.device))
         tasks = lane.tasks(step)
         losses = [_add_task_gradient(lane, task, 1.0 / len(tasks)) for task in tasks]

@@ -81,6 +81,8 @@ def unsupported(model: nn.Module, inner: InnerLoop) -> str | None:
         return "inner_clip_norm"
     if model.transform_names():
         return "t_net"
+    if model.image_size % 2:
+        return f"images of odd size ({model.image_size}x{model.image_size})"
     width, channels = _first_filters(model).shape[:2]
     if width not in (16, 32, 64, 128):
         return f"a width of {width}: it takes 16, 32, 64 or 128"
@@ -244,9 +246,11 @@ class _Pass:
         self.layout, self.jobs, self.precision = layout, jobs, arithmetic.matrix_precision
         self.tiles = TILES if dtype == torch.bfloat16 else {name: tile.halved() for name, tile in TILES.items()}
         self.images = inputs[0].shape[0]
-        size = inputs[0].shape[-1]
-        if size % 2:
-            raise ConfigError(f"the fused engine needs images of even size, not {size}x{size}: use engine=graphed")
+        height, size = inputs[0].shape[2:]
+        if height != size or size % 2:
+            raise ConfigError(
+                f"the fused engine needs square images of even size, not {height}x{size}: use engine=graphed"
+            )
         c, device = layout.width, inputs[0].device
         self.sides = [size, size // 2, size // 4, size // 8]  # of the four convolutions' outputs
         self.pooled_sides = [side // 2 for side in self.sides]

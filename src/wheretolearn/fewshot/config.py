@@ -97,6 +97,11 @@ class FewShotConfig:
             self._check_ridge()
         if not self.learn_theta and self.mask == "fixed":
             raise ConfigError("learn_theta=false with mask=fixed leaves nothing to learn; choose another mask")
+        if not self.learn_theta and self.batch_norm == "running":
+            raise ConfigError(
+                "learn_theta=false keeps the model as it is, and batch_norm=running would change its statistics: "
+                "choose batch or support"
+            )
 
     def _check_mask_init(self) -> None:
         if self.mask_init is None:

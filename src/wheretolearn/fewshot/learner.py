@@ -59,7 +59,15 @@ class Learner:
         check_shapes(state["signature"], checkpoint.model_signature(self.model), path)
         self.model.load_state_dict(state["model"])
         self.mask.load_tensors(state["mask"])
+        capturable = [group.get("capturable") for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(self.optimizer.param_groups, capturable, strict=True):
+            if own is not None:  # as this device needs it, which may not be the one that wrote the state
+                group["capturable"] = own
+                for parameter in group["params"]:
+                    steps = self.optimizer.state.get(parameter, {})
+                    if "step" in steps:
+                        steps["step"] = steps["step"].to(parameter.device if own else "cpu")
         best = state["best"]
         if "best_accuracy" in state:  # early versions kept one
             best = [{"accuracy": state["best_accuracy"], "step": state["best_step"], **best}] if best else []

@@ -137,7 +137,8 @@ def evaluate_run(
         raise UserError(f"cannot keep results in {keep}: {error.strerror}; evaluate a copy of the run") from error
     source = TaskSource(chosen, config.episode, run.seed, "test", device)
     precision = config.precision if device.startswith("cuda") else "float32"  # a CPU has no other
-    evaluator = make_evaluator(model, mask, config.inner, kind=config.engine, precision=precision)
+    kind = config.engine if device.startswith("cuda") else "auto"  # nor a GPU's engines
+    evaluator = make_evaluator(model, mask, config.inner, kind=kind, precision=precision)
     if not ensemble:
         accuracies = evaluator.accuracies(_reported(source.tasks(0, tasks), progress, 0, tasks), steps)
     else:

@@ -31,6 +31,7 @@ class Conv4(nn.Module):
                 f"conv4 halves its input four times and needs images of at least 16x16, not {size}x{size}"
             )
         super().__init__()
+        self.image_size = size
         self.block1 = _block(channels, width, bias, t_net)
         self.block2 = _block(width, width, bias, t_net)
         self.block3 = _block(width, width, bias, t_net)
