@@ -14,7 +14,7 @@ from wheretolearn.data.image_set import ImageSplit
 from wheretolearn.engine import eager
 from wheretolearn.engine.eager import EagerEngine, EagerEvaluator
 from wheretolearn.errors import ConfigError, DataError, MismatchError, NonFiniteError, Stopped, UserError
-from wheretolearn.fewshot import training
+from wheretolearn.fewshot import training, worker
 from wheretolearn.fewshot.config import FewShotConfig, MaskKind
 from wheretolearn.fewshot.learner import new_learner
 from wheretolearn.fewshot.tasks import TaskSource, check_images
@@ -22,6 +22,7 @@ from wheretolearn.fewshot.trained import best_folders, evaluate_run, load_traine
 from wheretolearn.fewshot.training import train, train_together
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.workers import Outcome
 from wheretolearn.storage import load_weights
 
 pytestmark = pytest.mark.usefixtures("stripes")
@@ -228,6 +229,7 @@ def test_evaluation_is_recorded_and_repeatable(new_run):
     ("settings", "message"),
     [
         ({"ways": 0}, "ways must be greater than 0"),
+        ({"ways": 1}, "at least 2"),
         ({"inner_steps": -1}, "inner_steps must not be negative"),
         ({"mask": "fixed", "initial_sparsity": 0.5}, "no meaning for mask=fixed"),
         ({"mask": "binry"}, "binary"),
@@ -723,3 +725,22 @@ def test_a_start_that_does_not_fit_is_refused(new_run, tmp_path):
 def test_bad_settings_of_the_outer_loop(settings, message):
     with pytest.raises(ConfigError, match=message):
         from_dict(FewShotConfig, settings)
+
+
+def test_runs_that_wait_for_a_worker_are_locked(new_run, monkeypatch):
+    runs = [new_run(seed=0), new_run(seed=1)]
+
+    def workers(commands, *, on_start, **_):
+        first, second = commands
+        on_start(first)
+        with RunFolder.open(first) as taken_over:
+            taken_over.lock()
+        with RunFolder.open(second) as waiting, pytest.raises(UserError, match="in use"):
+            waiting.lock()
+        return Outcome(tuple(commands), (), {})
+
+    monkeypatch.setattr(worker, "run_workers", workers)
+    worker.train_in_processes(runs, lambda *_: None)
+    for run in runs:
+        with RunFolder.open(run.path) as again:
+            again.lock()

@@ -54,7 +54,7 @@ def _show(preset: Preset) -> None:
     facts = {
         "paper": f"{_paper(preset)} in {preset.paper.table}" if preset.paper else "",
         "measures": preset.measure + "".join(f", {key} {value}" for key, value in where.items()),
-        "from": preset.paper.note if preset.paper else "",
+        "paper's number": preset.paper.note if preset.paper else "",
         "starts from": f"a finished run of {preset.after}" if preset.after else "",
     }
     table = Table(title=f"{preset.name}: {preset.about}", title_justify="left")

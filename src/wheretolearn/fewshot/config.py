@@ -66,7 +66,7 @@ class FewShotConfig:
     start_from: str | None = setting(None, "folder of a finished run whose weights training starts from")
     learn_theta: bool = setting(True, "false: the weights stay as they start, only the mask is learned")
 
-    engine: EngineKind = setting("auto", "eager, graphed (CUDA graphs, compiled), or auto: the fast one where it can")
+    engine: EngineKind = setting("auto", "eager, graphed (CUDA graphs), fused (and kernels for conv4), or auto: the fastest")
     precision: Precision = setting("float32", "of the network's passes on a GPU: float32, tf32 or bfloat16")
 
     validate_every: int = setting(500, "outer steps between validations")
@@ -83,6 +83,8 @@ class FewShotConfig:
         for name in positive.split():
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}")
+        if self.ways == 1:
+            raise ConfigError("ways must be at least 2: with one class there is nothing to tell apart")
         for name in ("inner_steps", "test_inner_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")

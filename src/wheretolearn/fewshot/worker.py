@@ -28,7 +28,7 @@ def train_in_processes(
     at_once = min(len(runs), workers or environment.cores())
     by_path = {str(run.path): run for run in runs}
     for run in runs:
-        run.close()  # the worker takes the lock
+        run.lock()  # until its worker takes over: nobody else shall train a run that waits
     outcome = run_workers(
         {path: ["wheretolearn.fewshot.worker", path, str(at_once)] for path in by_path},
         at_once=at_once,
@@ -36,7 +36,10 @@ def train_in_processes(
         update=lambda path, step, values: report(by_path[path], step, values),
         notify=notify,
         on_stop=on_stop,
+        on_start=lambda path: by_path[path].close(),
     )
+    for run in runs:
+        run.close()
     if outcome.stopped:
         command = shlex.join(["wheretolearn", "resume", *outcome.stopped])
         failed = [f"\n{path} failed: {error}" for path, error in outcome.failed.items()]

@@ -43,12 +43,14 @@ def run_workers(
     update: Callable[[str, int, Mapping[str, Any]], None],
     notify: Callable[[str], None] | None = None,
     on_stop: Callable[[], None] | None = None,
+    on_start: Callable[[str], None] | None = None,
     stop_on_failure: bool = False,
 ) -> Outcome:
     """Run each command, a Python module with its arguments, in a process; ``at_once`` of them at a time.
 
     ``update`` gets the name of a worker and what it told through ``tell_step``, ``notify`` what through ``tell_note``.
-    SIGINT and SIGTERM are passed on to the workers once; ``on_stop`` is called first.
+    SIGINT and SIGTERM are passed on to the workers once; ``on_stop`` is called first. ``on_start`` gets the name of each
+    worker just before it starts.
     """
     waiting = dict(commands)
     working: dict[str, _Worker] = {}
@@ -71,6 +73,8 @@ def run_workers(
             while working or (waiting and not stopping):
                 while waiting and len(working) < at_once and not stopping:
                     name = next(iter(waiting))
+                    if on_start is not None:
+                        on_start(name)
                     working[name] = _Worker(waiting.pop(name), threads, name, messages)
                 time.sleep(0.05)
                 ended = [name for name, worker in working.items() if worker.ended()]
