@@ -728,7 +728,7 @@ def test_bad_settings_of_the_outer_loop(settings, message):
 
 
 def test_runs_that_wait_for_a_worker_are_locked(new_run, monkeypatch):
-    runs = [new_run(seed=0), new_run(seed=1)]
+    runs = [new_run("one"), new_run("two", seed=1)]
 
     def workers(commands, *, on_start, **_):
         first, second = commands

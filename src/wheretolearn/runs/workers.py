@@ -49,8 +49,8 @@ def run_workers(
     """Run each command, a Python module with its arguments, in a process; ``at_once`` of them at a time.
 
     ``update`` gets the name of a worker and what it told through ``tell_step``, ``notify`` what through ``tell_note``.
-    SIGINT and SIGTERM are passed on to the workers once; ``on_stop`` is called first. ``on_start`` gets the name of each
-    worker just before it starts.
+    SIGINT and SIGTERM are passed on to the workers once; ``on_stop`` is called first. ``on_start`` gets the name of
+    each worker just before it starts.
     """
     waiting = dict(commands)
     working: dict[str, _Worker] = {}
