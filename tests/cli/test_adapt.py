@@ -190,6 +190,44 @@ def test_a_mistake_is_one_message_and_leaves_nothing(drawings_run, drawings, mon
     assert not (run / "adapted").exists()
 
 
+def test_results_stay_apart_from_the_images(drawings_run, drawings, monkeypatch, capfd, tmp_path):
+    own = tmp_path / "own"
+    for name in ("support", "query"):
+        shutil.copytree(drawings / name, own / name)
+    (tmp_path / "link").symlink_to(own / "query")
+    before = sorted(own.rglob("*"))
+    folders = ("--support", own / "support", "--query", own / "query")
+    for out, words in (
+        (own / "support", f"it is the support folder {own / 'support'}"),
+        (own / "query", f"it is the query folder {own / 'query'}"),
+        (own / "support" / "results" / "first", "it lies in the support folder"),
+        (own / "query" / "character 0", "it lies in the query folder"),
+        (tmp_path / "link" / "results", "it lies in the query folder"),
+        (own, "it contains the support folder"),
+    ):
+        code, _, message = adapt(monkeypatch, capfd, drawings_run, *folders, "--out", out, "--force")
+        assert code == 1
+        assert message.startswith(f"error: cannot keep results in {out}: ")
+        assert words in message
+        assert "choose another --out" in message
+        assert sorted(own.rglob("*")) == before
+    beside = own / "support results"  # a name that only starts alike
+    assert adapt(monkeypatch, capfd, drawings_run, *folders, "--out", beside)[0] == 0
+
+
+def test_the_terminal_says_where_all_images_left_out_are_named(drawings_run, drawings, monkeypatch, capfd, tmp_path):
+    query, out = tmp_path / "query", tmp_path / "out"
+    shutil.copytree(drawings / "flat", query)
+    for number in range(3):
+        (query / f"{number}.png").write_bytes(b"not an image")
+    folders = ("--support", drawings / "support", "--query", query, "--out", out)
+    code, _, notes = adapt(monkeypatch, capfd, drawings_run, *folders)
+    assert code == 0
+    assert "predictions.json names all 3 images left out" in notes
+    record = json.loads((out / "predictions.json").read_text())
+    assert [image["file"] for image in record["left_out"]] == ["0.png", "1.png", "2.png"]
+
+
 def test_a_mistake_in_a_real_process(drawings_run, drawings, run_command, tmp_path):
     result = run_command("adapt", drawings_run, "--support", tmp_path, "--query", drawings / "query")
     assert result.returncode == 1

@@ -393,10 +393,10 @@ def test_several_runs_are_evaluated_and_recorded_over_seeds(several, tmp_path, r
     assert "demo.sparse-maml, 2 seeds: sparsity: " in result.stdout
     records = load_all(tmp_path / "records")
     assert sorted((record.name, record.metric) for record in records) == [
-        ("demo.maml", "accuracy on scripts"),
-        ("demo.maml", "ensemble accuracy on scripts"),
-        ("demo.sparse-maml", "accuracy on scripts"),
-        ("demo.sparse-maml", "ensemble accuracy on scripts"),
+        ("demo.maml", "accuracy on scripts after 1 step"),
+        ("demo.maml", "ensemble accuracy on scripts after 1 step"),
+        ("demo.sparse-maml", "accuracy on scripts after 1 step"),
+        ("demo.sparse-maml", "ensemble accuracy on scripts after 1 step"),
         ("demo.sparse-maml", "sparsity"),
     ]
     assert all(record.seeds == (3, 4) for record in records)

@@ -389,13 +389,78 @@ def test_the_network_takes_images_as_the_run_did(run, support, query):
     torch.testing.assert_close(logits.double().softmax(1), shares(outcome.predictions), rtol=1e-4, atol=1e-5)
 
 
-def test_a_query_image_that_cannot_be_read_is_left_out_and_named(run, support, query):
+def test_query_images_that_cannot_be_read_are_left_out_and_named(run, support, query, tmp_path, monkeypatch):
     expected = adapt_to_folder(run, support, query).predictions
-    for name in ("0-broken.png", "1-broken.png"):
-        (query / "green" / name).write_bytes(b"not an image")
+    assert expected.left_out == ()
+    broken = [f"green/{number}-broken.png" for number in range(5)]
+    for name in broken:
+        (query / name).write_bytes(b"not an image")
+    monkeypatch.setattr(own_images, "PASS_IMAGES", 10)  # two passes, each with broken images
     outcome = adapt_to_folder(run, support, query)
-    assert outcome.predictions.images == expected.images
-    assert any("0-broken.png" in note and "1 more" in note for note in outcome.notes)
+    assert [image.file for image in outcome.predictions.images] == [image.file for image in expected.images]
+    assert any("0-broken.png" in note and "4 more" in note for note in outcome.notes)
+    outcome.save(tmp_path)
+    record = json.loads((tmp_path / "predictions.json").read_text())
+    assert [image["file"] for image in record["left_out"]] == broken  # every one, in order
+    for image in record["left_out"]:
+        assert image["reason"] == f"cannot read the image {query / image['file']}: its content is of no known kind"
+
+
+@pytest.mark.parametrize("target", ["itself", "gone"])
+def test_links_that_lead_nowhere_are_left_out_and_named(run, support, query, tmp_path, target):
+    flat = colour_folder(tmp_path / "flat", count=3, start=10, flat=True)
+    for folder, names in ((query, ("red/dead.png", "yellow")), (flat, ("dead.png",))):
+        expected = adapt_to_folder(run, support, folder)
+        for name in names:
+            link = folder / name
+            link.symlink_to(link if target == "itself" else tmp_path / "gone")
+        outcome = adapt_to_folder(run, support, folder)
+        assert outcome.predictions.images == expected.predictions.images
+        assert {image.file for image in outcome.predictions.left_out} == set(names)
+        assert all("a link that leads nowhere" in image.reason for image in outcome.predictions.left_out)
+        assert not any("suffix" in note for note in outcome.notes)
+
+
+@pytest.mark.parametrize("target", ["itself", "gone"])
+@pytest.mark.parametrize("name", ["red/dead.png", "yellow", "dead.png"])
+def test_links_that_lead_nowhere_are_an_error_in_the_support_folder(run, support, query, tmp_path, target, name):
+    link = support / name
+    link.symlink_to(link if target == "itself" else tmp_path / "gone")
+    with pytest.raises(DataError, match=f"{name}: it is a link that leads nowhere"):
+        adapt_to_folder(run, support, query)
+
+
+def test_a_query_folder_of_dead_links_is_an_error(run, support, tmp_path):
+    (tmp_path / "query").mkdir()
+    (tmp_path / "query" / "dead.png").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"dead\.png: it is a link that leads nowhere"):
+        adapt_to_folder(run, support, tmp_path / "query")
+
+
+def test_an_image_that_is_too_large_says_so(run, support, query):
+    Image.new("1", (15000, 15000)).save(query / "red" / "huge.png")
+    outcome = adapt_to_folder(run, support, query)
+    (image,) = outcome.predictions.left_out
+    assert image.file == "red/huge.png"
+    assert image.reason.endswith("huge.png is too large, at more than 178 million pixels: shrink it")
+
+
+def test_a_large_image_is_read_without_a_warning(tmp_path):
+    Image.new("1", (9500, 9500), 1).save(tmp_path / "large.png")  # Pillow warns of it
+    assert np.array_equal(read_one(tmp_path / "large.png"), np.full((20, 20, 3), 255))
+
+
+@pytest.mark.parametrize("top", ["support", "query"])
+def test_few_bits_in_a_file_of_16_are_noted(run, support, query, tmp_path, top):
+    place = {"support": support, "query": query}[top] / "red"
+    values = np.arange(900).reshape(30, 30)
+    Image.fromarray((values * 72).astype(np.uint16)).save(place / "whole.png")
+    Image.fromarray((values // 40).astype(np.uint8)).save(place / "dark, 8-bit.png")
+    assert not any("16-bit" in note for note in adapt_to_folder(run, support, query).notes)
+    Image.fromarray((values * 4).astype(np.uint16)).save(place / "twelve.png")
+    Image.fromarray((values * 4).astype(np.uint16)).save(place / "twelve.tif")
+    (note,) = (note for note in adapt_to_folder(run, support, query).notes if "16-bit" in note)
+    assert note.startswith(f"{place / 'twelve.png'} and 1 more are almost black")
 
 
 def test_a_query_folder_of_broken_images_is_an_error(run, support, tmp_path):

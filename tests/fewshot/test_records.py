@@ -1,10 +1,13 @@
 """Evaluating finished runs, and the records of what they reached."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
+from wheretolearn.cli.fewshot import evaluate
 from wheretolearn.data import image_set
 from wheretolearn.data.image_set import ImageSplit
 from wheretolearn.engine.eager import EagerEvaluator
@@ -14,13 +17,14 @@ from wheretolearn.fewshot.tasks import TaskSource
 from wheretolearn.fewshot.trained import best_folders, evaluate_run, held_out_splits, load_trained
 from wheretolearn.fewshot.training import train
 from wheretolearn.masks import load as load_mask
-from wheretolearn.presets import load_preset
+from wheretolearn.presets import Evaluate, load_preset
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import load_all, save
 from wheretolearn.storage import load_weights
 
 PRESET = "table1.sparse-maml.shot5"
+CROSS_DOMAIN = "table4.sparse-maml.shot5.cub"
 
 
 @pytest.fixture
@@ -45,6 +49,17 @@ def trained(new_run, sets):
         return run
 
     return make
+
+
+@pytest.fixture
+def small_presets(monkeypatch, small):
+    """Presets with the settings of the runs that are trained here, and a cross-domain cell on a set that is here."""
+
+    def load(name, scale="paper"):
+        where = Evaluate("part", None, 3) if name == CROSS_DOMAIN else Evaluate()
+        return replace(load_preset(name, scale=scale), settings={**small, "data": "one"}, evaluate=where)
+
+    monkeypatch.setattr("wheretolearn.fewshot.records.load_preset", load)
 
 
 def change(run, **info):
@@ -90,7 +105,7 @@ def test_a_run_of_lower_precision_is_evaluated_on_a_cpu_in_float32(trained):
     assert expected.precision == "float32"
 
 
-def test_a_record_holds_what_is_needed_to_judge_the_number(trained, tmp_path):
+def test_a_record_holds_what_is_needed_to_judge_the_number(trained, small_presets, tmp_path):
     runs = [trained("a", seed=3), trained("b", seed=5)]
     facts = {"commit": "0123456789abcdef", "hardware": "a big GPU", "versions": {"torch": "9.9"}}
     runs = [change(run, **facts) for run in runs]
@@ -125,7 +140,7 @@ def test_a_record_holds_what_is_needed_to_judge_the_number(trained, tmp_path):
     assert load_all(tmp_path / "records") == [accuracy, sparsity]
 
 
-def test_the_paper_stands_beside_the_number_it_gives_and_no_other(trained):
+def test_the_paper_stands_beside_the_number_it_gives_and_no_other(trained, small_presets):
     run = trained("run")
     preset = load_preset(PRESET)
     assert preset.paper is not None
@@ -140,12 +155,149 @@ def test_the_paper_stands_beside_the_number_it_gives_and_no_other(trained):
     assert [record.metric for record in records] == [
         "accuracy",
         "accuracy on part",
-        "accuracy",
+        "accuracy after 7 steps",
         "ensemble accuracy",
         "sparsity",
     ]
     assert [record.paper_value for record in records[1:]] == [None] * 4
     assert "K_test 7" in records[2].notes
+
+
+@pytest.mark.parametrize(
+    "settings", [{"ways": 2}, {"data": "part"}, {"outer_steps": 7}, {"mask": "relu"}, {"test_inner_steps": 3}]
+)
+def test_another_experiment_than_the_preset_is_not_compared_with_the_paper(trained, small_presets, settings):
+    run = trained("run", **settings)
+    for record in result_records({run: [evaluate_run(run, "test", tasks=2, steps=2)]}, PRESET):
+        assert record.paper_value is None
+        assert f"differs from the preset: {next(iter(settings))}=" in record.notes
+
+
+def test_how_a_run_was_computed_and_watched_does_not_matter_to_the_paper(trained, small_presets):
+    first = trained("first")
+    run = trained(
+        *("run", 0),
+        **{"engine": "eager", "validate_every": 2, "validation_tasks": 3, "log_every": 1},
+        **{"checkpoint_every": 3, "keep_best": 2, "start_from": str(first.path)},
+    )
+    run = change(run, config={**run.config, "precision": "bfloat16"})
+    record = result_records({run: [evaluate_run(run, "test", tasks=2)]})[0]
+    assert record.paper_value == load_preset(PRESET).paper.value
+    assert "differs from the preset: engine=" in record.notes
+
+
+def test_the_sparsity_of_another_experiment_is_not_compared_with_the_paper(trained, small_presets):
+    alike, other = trained("alike"), trained("other", ways=2)
+    name = "table3.sparse-maml.shot5"
+    assert result_records({alike: []}, name)[0].paper_value == load_preset(name).paper.value
+    assert result_records({other: []}, name)[0].paper_value is None
+
+
+def recorded(folder):
+    return {(record.name, record.metric): record for record in load_all(folder)}
+
+
+def test_a_preset_says_what_is_measured(trained, small_presets, tmp_path, capsys):
+    run, folder = trained("run"), tmp_path / "records"
+    evaluate([run.path], tasks=2, record=folder, preset_name=CROSS_DOMAIN)
+    assert "part/test: " in capsys.readouterr().out
+    cell = recorded(folder)[CROSS_DOMAIN, "accuracy"]
+    assert cell.paper_value == load_preset(CROSS_DOMAIN).paper.value
+    assert "2 tasks of part/test for each seed" in cell.notes
+    assert "K_test 3" in cell.notes
+    evaluate([run.path], tasks=2, record=folder, preset_name=CROSS_DOMAIN, data=["one"])
+    evaluate([run.path], tasks=2, record=folder, preset_name=CROSS_DOMAIN, steps=0)
+    evaluate([run.path], tasks=2, record=folder, preset_name=CROSS_DOMAIN, data=["two"], splits=["west"], steps=1)
+    found = recorded(folder)
+    assert found[CROSS_DOMAIN, "accuracy"] == cell
+    others = {"accuracy on one", "accuracy after 0 steps", "accuracy on two/west after 1 step"}
+    assert {metric for _, metric in found} == {"accuracy", "sparsity", *others}
+    assert all(found[CROSS_DOMAIN, metric].paper_value is None for metric in others)
+
+
+def test_the_split_that_a_preset_measures_is_the_default(trained, capsys, tmp_path, monkeypatch, small):
+    run = trained("run", data="two")
+
+    def load(name, scale="paper"):
+        return replace(load_preset(name), settings={**small, "data": "two"}, evaluate=Evaluate(split="west"))
+
+    monkeypatch.setattr("wheretolearn.fewshot.records.load_preset", load)
+    evaluate([run.path], tasks=2, record=tmp_path / "records")
+    out = capsys.readouterr().out
+    assert "two/west" in out
+    assert "two/east" not in out
+    assert (PRESET, "accuracy") in recorded(tmp_path / "records")
+    evaluate([run.path], tasks=2, data=["one"])  # a set that the preset does not speak of
+    assert "one/test" in capsys.readouterr().out
+    evaluate([run.path], tasks=2, splits=["east", "east"])
+    assert capsys.readouterr().out.count("two/east") == 1
+
+
+def test_a_run_of_a_preset_that_is_no_more_can_be_measured(trained, capsys):
+    evaluate([trained("run", preset="table0.forgotten").path], tasks=2)
+    assert "one/test: " in capsys.readouterr().out
+
+
+def test_a_record_does_not_take_the_place_of_one_with_other_seeds(trained, small_presets, tmp_path, capsys):
+    runs, folder = [trained(f"seed{seed}", seed) for seed in (0, 1)], tmp_path / "records"
+    evaluate([run.path for run in runs], tasks=2, record=folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    capsys.readouterr()
+    with pytest.raises(UserError, match=r"record of table1.*, accuracy, .*lack: 0; .*delete that record, or choose"):
+        evaluate([runs[1].path], tasks=3, record=folder)
+    assert capsys.readouterr().out == ""  # before anything was measured
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    evaluate([run.path for run in runs], tasks=3, record=folder)
+    assert "3 tasks" in recorded(folder)[PRESET, "accuracy"].notes
+
+
+@pytest.mark.parametrize("content", [None, "", '{"step": 6}\n'])
+@pytest.mark.parametrize("mask", ["binary", "fixed"])
+def test_a_run_that_does_not_say_how_long_it_took_is_not_recorded(trained, tmp_path, capsys, content, mask):
+    run = trained("run", mask=mask)
+    file = run.path / "metrics.jsonl"
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    with pytest.raises(UserError, match=r"run/metrics.jsonl does not say how long .*without --record"):
+        evaluate([run.path], tasks=2, record=tmp_path / "records")
+    assert capsys.readouterr().out == ""
+    evaluate([run.path], tasks=2)
+
+
+def test_a_folder_for_records_that_cannot_be_written_is_refused_first(trained, tmp_path, capsys):
+    run = trained("run")
+    (tmp_path / "file").write_text("in the way")
+    for folder in (tmp_path / "file", tmp_path / "file" / "records"):
+        with pytest.raises(UserError, match=r"cannot write records to .*file.*choose another folder"):
+            evaluate([run.path], tasks=2, record=folder)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_ridge_head_takes_no_inner_steps_and_has_no_sparsity(trained, capsys):
+    ridge = {"head": "ridge", "mask": "fixed", "inner_steps": 0, "test_inner_steps": 0, "preset": None}
+    runs = [trained(f"seed{seed}", seed, **ridge) for seed in (0, 1)]
+    with pytest.raises(UserError, match=r"seed0 solves its head on the support images and takes no inner steps"):
+        evaluate([run.path for run in runs], tasks=2, steps=7)
+    with pytest.raises(UserError, match="takes no inner steps"):
+        evaluate_run(runs[0], "test", tasks=2, steps=7)
+    assert capsys.readouterr().out == ""
+    evaluate([run.path for run in runs], tasks=2)
+    evaluate([runs[0].path], tasks=2, steps=0)
+    out = capsys.readouterr().out
+    assert "the same settings, 2 seeds: one/test: " in out
+    assert "sparsity" not in out
+
+
+def test_a_copy_of_a_run_is_not_another_seed(trained, tmp_path, capsys):
+    run = trained("run")
+    shutil.copytree(run.path, tmp_path / "copy")
+    with pytest.raises(ConfigError, match=r"run and .*copy have the same seed 0"):
+        evaluate([run.path, tmp_path / "copy"], tasks=2)
+    assert capsys.readouterr().out == ""
+    evaluate([run.path, trained("wide", width=5).path], tasks=2)  # the same seed, other settings
+    assert "std over seeds" not in capsys.readouterr().out
 
 
 def test_settings_that_differ_from_the_preset_are_noted(trained):
@@ -164,7 +316,7 @@ def test_a_subset_is_noted(trained):
     assert "subset" not in own.notes
 
 
-def test_each_of_several_splits_has_a_metric_of_its_own(trained):
+def test_each_of_several_splits_has_a_metric_of_its_own(trained, small_presets):
     run = trained("run", data="two")
     assert held_out_splits(run) == ["east", "west"]
     evaluations = [evaluate_run(run, split, tasks=2) for split in ("east", "train")]

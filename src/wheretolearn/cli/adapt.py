@@ -33,13 +33,15 @@ def adapt(
 ) -> None:
     """Adapt a trained model to images of your own and let it judge others.
 
-    Images of any size and format are squashed to the size of those that the run learned from.
+    Images of any format, up to 178 million pixels, are squashed to the size of those that the run learned from.
 
     Runs on drawings (glyphs, omniglot, mnist) take dark ink on paper and light ink on black; crop photographs to it.
     """
     set_threads(threads)
     device = chosen_device(device)
-    folder = out if out is not None else run / "adapted" / (support.resolve().name or "support")
+    folder = out if out is not None else run / "adapted" / (Path(os.path.realpath(support)).name or "support")
+    for name, images in (("support", support), ("query", query)):
+        _check_apart(folder, images, name)
     if (folder / "run.json").exists():
         raise UserError(f"{folder} is a run, whose model must not be replaced: choose another --out")
     found = next((name for name in FILES if (folder / name).exists()), None)
@@ -56,6 +58,23 @@ def adapt(
         raise UserError(f"cannot keep results in {folder}: {error.strerror}; choose another --out") from error
     outcome.save(folder)
     _show(outcome, folder)
+
+
+def _check_apart(folder: Path, images: Path, name: str) -> None:
+    """Results among the user's images would be read as images next time."""
+    out, own = Path(os.path.realpath(folder)), Path(os.path.realpath(images))  # which, unlike resolve, takes any link
+    if out == own:
+        relation = "is"
+    elif own in out.parents:
+        relation = "lies in"
+    elif out in own.parents:
+        relation = "contains"
+    else:
+        return
+    raise UserError(
+        f"cannot keep results in {folder}: it {relation} the {name} folder {images}, "
+        "and results must stay apart from images; choose another --out"
+    )
 
 
 def _show(outcome: Outcome, folder: Path) -> None:
@@ -82,4 +101,6 @@ def _show(outcome: Outcome, folder: Path) -> None:
         typer.echo(f"the changes alone take {changes}, the whole model {whole}")
     for note in outcome.notes:
         typer.echo(f"note: {note}", err=True)
+    if len(predictions.left_out) > 1:
+        typer.echo(f"note: predictions.json names all {len(predictions.left_out)} images left out", err=True)
     typer.echo(f"results: {folder} ({', '.join(name for name in FILES if (folder / name).exists())})")

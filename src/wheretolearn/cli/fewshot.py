@@ -2,10 +2,10 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -17,14 +17,21 @@ from wheretolearn.engine.choose import choose
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.fewshot.learner import load_start, new_learner
-from wheretolearn.fewshot.records import result_records, settings_of
+from wheretolearn.fewshot.records import (
+    check_savable,
+    check_seeds,
+    default_splits,
+    preset_of,
+    result_records,
+    save_records,
+    settings_of,
+)
 from wheretolearn.fewshot.tasks import check_images, split_of
-from wheretolearn.fewshot.trained import Evaluation, evaluate_run, held_out_splits, load_trained
+from wheretolearn.fewshot.trained import Evaluation, evaluate_run, load_trained, planned
 from wheretolearn.fewshot.training import finished, train_together
 from wheretolearn.fewshot.worker import train_in_processes
-from wheretolearn.presets import Scale, load_preset
+from wheretolearn.presets import Evaluate, Preset, Scale, load_preset, scale_named
 from wheretolearn.runs.folder import MAX_SEED, RunFolder, check_free
-from wheretolearn.runs.results import save as save_record
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; small networks are fastest with 1.", min=1)]
@@ -60,13 +67,12 @@ def train(
     With several presets or seeds the runs train together, in folders named by preset and seed: on a GPU as one
     program, on a CPU in processes of their own.
     """
-    if scale not in get_args(Scale):
-        raise ConfigError(f"there is no scale {scale!r}: choose {' or '.join(get_args(Scale))}")
+    chosen_scale = scale_named(scale)
     if seed + seeds - 1 > MAX_SEED:
         raise ConfigError(f"seeds end at {MAX_SEED}: {seeds} from {seed} are too many")
     device = chosen_device(device)
     names: list[str | None] = [*dict.fromkeys(presets or [])] or [None]
-    configs = {name: _config(name, "quick" if scale == "quick" else "paper", overrides or []) for name in names}
+    configs = {name: _config(name, chosen_scale, overrides or []) for name in names}
     several = len(names) * seeds > 1
     places = {
         (name, number): run / "-".join(filter(None, [name, f"seed{number}"])) if several else run
@@ -113,21 +119,25 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--split",
-            help="Split whose classes make the tasks, as often as needed; default: all but those of training.",
+            help="Split whose classes make the tasks, as often as needed; "
+            "default: the preset's, or all but those of training.",
         ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Another image set (cross-domain), as often as needed; default: the run's own."),
+        typer.Option(help="Image set (another: cross-domain), as often as needed; default: the preset's or the run's."),
     ] = None,
     tasks: Annotated[int, typer.Option(help="Number of tasks.", min=2)] = 300,
-    steps: Annotated[int | None, typer.Option(help="Inner steps; default: the run's test_inner_steps.", min=0)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Inner steps; default: the preset's, or the run's test_inner_steps.", min=0)
+    ] = None,
     ensemble: Annotated[
         bool, typer.Option("--ensemble", help="Measure the mean prediction of each run's best models as well.")
     ] = False,
     record: Annotated[Path | None, typer.Option(help="Write result records to this folder.")] = None,
     preset_name: Annotated[
-        str | None, typer.Option(help="Preset that the records are of; default: the one the run was trained with.")
+        str | None,
+        typer.Option(help="Preset whose cell is measured and recorded; default: the one the run was trained with."),
     ] = None,
     device: Device = "auto",
     threads: Threads = None,
@@ -142,35 +152,63 @@ def evaluate(
         load_preset(preset_name)
     with ExitStack() as folders:
         runs = [folders.enter_context(run) for run in _runs_in(paths, wanted="finished")]
-        if record is not None:
-            result_records({run: [] for run in runs}, preset_name)  # what cannot be recorded fails before it takes time
+        for _, alike in _by_settings(runs):
+            check_seeds(alike)
+        plan = {run: _plan(run, _preset(run, preset_name), data, splits, steps, ensemble) for run in runs}
+        if record is not None:  # what cannot be recorded fails before it takes time
+            check_savable(result_records(plan, preset_name), record)
         evaluations: dict[RunFolder, list[Evaluation]] = {}
         labels = _labels(runs)
         for run in runs:
             before = f"{labels[run]}: " if len(runs) > 1 else ""
             evaluations[run] = []
-            sets: list[str | None] = [*dict.fromkeys(data or [])] or [None]
-            for where in sets:
-                for split in splits or held_out_splits(run, where):
-                    for together in (False, True)[: 1 + ensemble]:
-                        with progress_bar(f"evaluating {before}{where or ''} {split}") as tick:
-                            result = evaluate_run(
-                                run,
-                                split,
-                                data=where,
-                                tasks=tasks,
-                                steps=steps,
-                                ensemble=together,
-                                device=device,
-                                progress=tick,
-                            )
-                        evaluations[run].append(result)
-                        typer.echo(before + result.sentence())
-            typer.echo(before + _sparsity(run))
+            for wanted in plan[run]:
+                with progress_bar(f"evaluating {before}{wanted.what}") as tick:
+                    result = evaluate_run(
+                        run,
+                        wanted.split,
+                        data=wanted.data,
+                        tasks=tasks,
+                        steps=wanted.steps,
+                        ensemble=wanted.models > 1,
+                        device=device,
+                        progress=tick,
+                    )
+                evaluations[run].append(result)
+                typer.echo(before + result.sentence())
+            if _adapts_by_gradient(run):
+                typer.echo(before + _sparsity(run))
         _print_over_seeds(evaluations)
         if record is not None:
-            for written in result_records(evaluations, preset_name):
-                typer.echo(f"recorded {save_record(written, record)}")
+            for path in save_records(result_records(evaluations, preset_name), record):
+                typer.echo(f"recorded {path}")
+
+
+def _preset(run: RunFolder, name: str | None) -> Preset | None:
+    """The preset whose cell is measured; a run whose preset this version does not know can still be measured."""
+    if name is not None:
+        return preset_of(run, name)
+    with suppress(ConfigError):
+        return preset_of(run)
+    return None
+
+
+def _plan(
+    run: RunFolder,
+    preset: Preset | None,
+    data: Sequence[str] | None,
+    splits: Sequence[str] | None,
+    steps: int | None,
+    ensemble: bool,
+) -> list[Evaluation]:
+    """What to measure: as the options say, then the preset's cell, then the run itself."""
+    cell = Evaluate() if preset is None else preset.evaluate
+    return [
+        planned(run, where, split, cell.steps if steps is None else steps, together)
+        for where in dict.fromkeys(data or [cell.data or settings_of(run).data])
+        for split in dict.fromkeys(splits or default_splits(run, where, preset))
+        for together in (False, True)[: 1 + ensemble]
+    ]
 
 
 def chosen_device(name: str) -> str:
@@ -285,6 +323,10 @@ def _summary(run: RunFolder) -> str:
     )
 
 
+def _adapts_by_gradient(run: RunFolder) -> bool:
+    return settings_of(run).head != "ridge"
+
+
 def _sparsity(run: RunFolder) -> str:
     sparsity = load_trained(run)[2].sparsity()
     layers = ", ".join(f"{layer} {share:.1%}" for layer, share in sparsity.by_layer.items())
@@ -300,6 +342,8 @@ def _print_over_seeds(evaluations: Mapping[RunFolder, Sequence[Evaluation]]) -> 
                     f"{name}, {len(runs)} seeds: {results[0].what}: "
                     f"{statistics.fmean(values):.2%}, std over seeds {statistics.stdev(values):.2%}"
                 )
+            if not _adapts_by_gradient(runs[0]):
+                continue
             shares = [load_trained(run)[2].sparsity().overall for run in runs]
             typer.echo(
                 f"{name}, {len(runs)} seeds: sparsity: "
@@ -311,6 +355,10 @@ def _by_settings(runs: Sequence[RunFolder]) -> Iterator[tuple[str, list[RunFolde
     left = list(runs)
     while left:
         first = left[0]
-        alike = [run for run in left if (run.preset, settings_of(run)) == (first.preset, settings_of(first))]
+        alike = [run for run in left if _kind(run) == _kind(first)]
         left = [run for run in left if run not in alike]
         yield first.preset or "the same settings", alike
+
+
+def _kind(run: RunFolder) -> tuple[object, ...]:
+    return run.preset, run.scale, settings_of(run)

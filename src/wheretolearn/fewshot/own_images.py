@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,7 +30,7 @@ from wheretolearn.config import from_dict, to_dict
 from wheretolearn.data import glyphs
 from wheretolearn.data.archives import is_hidden
 from wheretolearn.data.image_set import Images
-from wheretolearn.data.readers import decode, decode_drawing, file_picture, image_files, subfolders
+from wheretolearn.data.readers import _image_suffixes, decode, decode_drawing, file_picture, subfolders
 from wheretolearn.data.sources import INK, SOURCES
 from wheretolearn.data.transforms import as_input
 from wheretolearn.delta import SparseDelta
@@ -42,6 +44,7 @@ from wheretolearn.storage import atomic_write, check_shapes, load_weights, save_
 
 PASS_IMAGES = 256  # query images that go through the network together
 SUPPORT_LIMIT = 1000  # every inner step holds all support images in memory
+SHALLOW = 1 << 14  # a 16-bit image that stays below is shown at a quarter of full brightness, or less
 FILES = ("model.safetensors", "delta.safetensors", "predictions.csv", "predictions.json")
 
 Progress = Callable[[int, int], None]
@@ -80,8 +83,15 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    file: str  # below the query folder
+    reason: str
+
+
+@dataclass(frozen=True)
 class Predictions:
     images: tuple[Prediction, ...]
+    left_out: tuple[LeftOut, ...]  # images that cannot be read
     notes: tuple[str, ...]  # what the user should know about them
 
     @property
@@ -151,6 +161,7 @@ class Outcome:
             "weights": self.total,
             "accuracy": self.predictions.accuracy,
             "images": images,
+            "left_out": [{"file": image.file, "reason": image.reason} for image in self.predictions.left_out],
             "notes": self.notes,
         }
 
@@ -265,19 +276,26 @@ def load_adapted(path: Path | str, device: str = "cpu") -> AdaptedNetwork:
 def read_images(files: Iterable[Path], config: FewShotConfig, image_shape: Sequence[int]) -> list[Images | DataError]:
     """Each file as uint8 [height, width, channels], in the form of the run's image set; or why it cannot be read.
 
-    Any format, size and mode of Pillow: turned upright by EXIF, transparency laid on white, squashed to size.
+    Any format and mode of Pillow, as large as it takes for safe: turned upright by EXIF, transparency laid on white,
+    squashed to size.
     """
     height, width, channels = image_shape
 
     def read(file: Path) -> Images | DataError:
+        if _leads_nowhere(file):
+            return _link_error(file)
         try:
             if _learned_from_ink(config):
                 return decode_drawing(file_picture(file), height)
             return decode(file_picture(file), height, width, channels)
         except DataError as error:
+            if isinstance(error.__cause__, Image.DecompressionBombError):
+                most = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 1_000_000  # Pillow warns at one, refuses at two
+                return DataError(f"{file} is too large, at more than {most} million pixels: shrink it")
             return error
 
-    with ThreadPoolExecutor() as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor() as pool:
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # large, but read
         return list(pool.map(read, files))
 
 
@@ -288,15 +306,17 @@ def _predict(
     passes = math.ceil(len(images) / PASS_IMAGES)
     device = next(network.parameters()).device
     probabilities: dict[int, tuple[float, ...]] = {}
-    unreadable, blank = [], []
+    unreadable: dict[int, DataError] = {}
+    blank, shallow = [], []
     for number in range(passes):
         if progress is not None:
             progress(number, passes)
         chosen = range(number, len(images), passes)
         found = read_images((images[index][0] for index in chosen), network.config, network.image_shape)
         whole = {index: pixels for index, pixels in zip(chosen, found, strict=True) if isinstance(pixels, np.ndarray)}
-        unreadable += [image for image in found if isinstance(image, DataError)]
+        unreadable |= {index: image for index, image in zip(chosen, found, strict=True) if isinstance(image, DataError)}
         blank += [images[index][0] for index, pixels in whole.items() if _is_blank(pixels)]
+        shallow += [images[index][0] for index, pixels in whole.items() if _is_shallow(images[index][0], pixels)]
         if whole:
             inputs = as_input(torch.from_numpy(np.stack(list(whole.values()))), channels_last=True).to(device)
             with torch.no_grad():
@@ -304,9 +324,10 @@ def _predict(
             if not shares.isfinite().all():
                 raise NonFiniteError("the adapted network's outputs are not finite: take fewer --steps")
             probabilities |= dict(zip(whole, map(tuple, shares.tolist()), strict=True))
+    left_out = tuple(LeftOut(images[index][1], _text(str(unreadable[index]))) for index in sorted(unreadable))
     if not probabilities:
-        raise unreadable[0]
-    notes = notes + _reading_notes(unreadable, blank)
+        raise unreadable[min(unreadable)]
+    notes = notes + _reading_notes(left_out, blank, shallow)
     if network.config.batch_norm == "batch":
         notes.append(_transduction(len(probabilities), passes))
     results = []
@@ -315,7 +336,7 @@ def _predict(
         confidence = max(probabilities[index])
         label = network.classes[probabilities[index].index(confidence)]
         results.append(Prediction(name, label, confidence, probabilities[index], truth))
-    return Predictions(tuple(results), tuple(notes))
+    return Predictions(tuple(results), left_out, tuple(notes))
 
 
 def _used_outputs(logits: Tensor, classes: int) -> Tensor:
@@ -347,7 +368,9 @@ def _read_support(
         if isinstance(image, DataError):
             raise image
         images.append(image)
-    notes += _reading_notes([], [file for file, image in zip(files, images, strict=True) if _is_blank(image)])
+    blank = [file for file, image in zip(files, images, strict=True) if _is_blank(image)]
+    shallow = [file for file, image in zip(files, images, strict=True) if _is_shallow(file, image)]
+    notes += _reading_notes([], blank, shallow)
     return as_input(torch.from_numpy(np.stack(images)), channels_last=True)
 
 
@@ -355,21 +378,39 @@ def _is_blank(image: Images) -> bool:
     return bool(image.min() == image.max())
 
 
-def _reading_notes(unreadable: Sequence[DataError], blank: Sequence[Path]) -> list[str]:
+def _is_shallow(file: Path, pixels: Images) -> bool:
+    """Whether a file of 16 bits holds values of 14 or fewer, which read as 16 are almost black."""
+    if pixels.max() > 127:  # spares most files a second look
+        return False
+    with Image.open(file) as image:
+        if not image.mode.startswith("I"):
+            return False
+        highest = int(np.asarray(image).max())
+        return highest < SHALLOW and (image.mode != "I" or highest > 255)  # such 32-bit files are taken for 8-bit ones
+
+
+def _reading_notes(left_out: Sequence[LeftOut], blank: Sequence[Path], shallow: Sequence[Path]) -> list[str]:
     notes = []
-    if unreadable:
-        others = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
-        notes.append(f"left out: {unreadable[0]}{others}")
+    if left_out:
+        others = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        notes.append(f"left out: {left_out[0].reason}{others}")
     if blank:
         others = f" and {len(blank) - 1} more are" if len(blank) > 1 else " is"
         notes.append(f"{_text(blank[0])}{others} blank: every pixel is the same")
+    if shallow:
+        others = f" and {len(shallow) - 1} more are" if len(shallow) > 1 else " is"
+        notes.append(
+            f"{_text(shallow[0])}{others} almost black: 16-bit with values below {SHALLOW} of 65535; "
+            "if they hold 10, 12 or 14 bits, scale them to the whole range first"
+        )
     return notes
 
 
 @dataclass(frozen=True)
 class _Listing:
-    classes: dict[str, list[Path]]  # images by class folder
+    classes: dict[str, list[Path]]  # images by class folder, links that lead nowhere among them
     loose: list[Path]  # images beside no class folder
+    links: list[Path]  # that lead nowhere, beside the class folders or images
 
 
 def _listing(folder: Path, notes: list[str]) -> _Listing:
@@ -379,8 +420,8 @@ def _listing(folder: Path, notes: list[str]) -> _Listing:
     if not folder.is_dir():
         raise DataError(f"{folder} is a file: give the folder that holds the images")
     try:
-        children, loose = subfolders(folder), image_files(folder)
-        classes = {_text(child.name): image_files(child) for child in children}
+        children, loose, links = subfolders(folder), _image_files(folder), _dead_links(folder)
+        classes = {_text(child.name): sorted(_image_files(child) + _dead_links(child)) for child in children}
         nested = [inner for child in children for inner in subfolders(child)]
         every = [entry for place in (folder, *children) for entry in place.iterdir()]
     except OSError as error:
@@ -395,18 +436,45 @@ def _listing(folder: Path, notes: list[str]) -> _Listing:
             f"{folder} mixes images ({loose[0].name}) with class folders ({children[0].name}): "
             "move the images into class folders, or elsewhere"
         )
-    if not loose and not any(classes.values()):
+    if not loose and not links and not any(classes.values()):
         raise DataError(f"{folder} holds no image of a kind that can be read (JPEG, PNG, TIFF, WebP, ...)")
-    taken = {*children, *loose, *(file for files in classes.values() for file in files)}
+    taken = {*children, *loose, *links, *(file for files in classes.values() for file in files)}
     others = sorted(entry.name for entry in every if entry not in taken and not is_hidden(entry.name))
     if others:
         notes.append(f"{folder}: files that are no images by their suffix were left out ({_some(others)})")
-    return _Listing(classes, loose)
+    return _Listing(classes, loose, links)
+
+
+def _image_files(folder: Path) -> list[Path]:
+    """As ``readers.image_files``, which a link that leads to itself would end."""
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if not is_hidden(file.name) and file.suffix.lower() in _image_suffixes() and file.is_file()
+    ]
+
+
+def _dead_links(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.iterdir()) if not is_hidden(file.name) and _leads_nowhere(file)]
+
+
+def _leads_nowhere(file: Path) -> bool:
+    try:
+        return file.is_symlink() and not file.exists()
+    except OSError:  # a folder on the way is locked: reading the file says so
+        return False
+
+
+def _link_error(file: Path) -> DataError:
+    return DataError(f"cannot read the image {file}: it is a link that leads nowhere")
 
 
 def _support_classes(folder: Path, ways: int) -> tuple[dict[str, list[Path]], list[str]]:
     notes: list[str] = []
-    classes = _listing(folder, notes).classes
+    listing = _listing(folder, notes)
+    classes = listing.classes
+    if listing.links:  # it may have been a class
+        raise _link_error(listing.links[0])
     if not classes:
         raise DataError(
             f"{folder} holds images, but no class folders: put the images of each class in a folder of its own"
@@ -450,7 +518,9 @@ def _query_images(folder: Path, classes: Sequence[str]) -> tuple[list[tuple[Path
     empty = [name for name, files in listing.classes.items() if not files]
     if empty:
         notes.append(f"{folder}: no images in {_some(empty)}")
-    images: list[tuple[Path, str, str | None]] = [(file, _text(file.name), None) for file in listing.loose]
+    images: list[tuple[Path, str, str | None]] = [
+        (file, _text(file.name), None) for file in sorted(listing.loose + listing.links)
+    ]
     for name, files in listing.classes.items():
         images += [(file, f"{name}/{_text(file.name)}", name) for file in files]
     return images, notes

@@ -1,26 +1,48 @@
 """Result records of finished few-shot runs: one for each number of a preset, over its seeds."""
 
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from wheretolearn.config import from_dict, to_dict, toml_text
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.fewshot.trained import Evaluation, held_out_splits, load_trained
-from wheretolearn.presets import Preset, load_preset
+from wheretolearn.presets import Preset, load_preset, scale_named
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.results import ResultRecord, measured
+from wheretolearn.runs.results import ResultRecord, load_all, measured, save
 
 Evaluations = Mapping[RunFolder, Sequence[Evaluation]]
+
+# How a run was computed and watched. Whatever else differs from the preset makes another experiment than the paper's.
+INCIDENTAL = {
+    *("engine", "precision", "validate_every", "validation_tasks", "log_every", "checkpoint_every", "keep_best"),
+    "start_from",
+}
 
 
 def settings_of(run: RunFolder) -> FewShotConfig:
     """The settings that runs of one preset share: all but the run that each may have started from."""
     return replace(from_dict(FewShotConfig, run.config, where=str(run.path)), start_from=None)
+
+
+def preset_of(run: RunFolder, name: str | None = None) -> Preset | None:
+    """The preset that a run is measured for: the named one, else the one it was trained with, at the run's scale."""
+    name = name or run.preset
+    return None if name is None else load_preset(name, scale=scale_named(run.scale or "paper"))
+
+
+def default_splits(run: RunFolder, data: str, preset: Preset | None) -> list[str]:
+    """The split of a set that the preset measures; otherwise those that training left out."""
+    if preset is None or preset.evaluate.split is None:
+        return held_out_splits(run, data)
+    own = data == (preset.evaluate.data or _settings(preset).data)
+    return [preset.evaluate.split] if own else held_out_splits(run, data)
 
 
 def result_records(evaluations: Evaluations, preset_name: str | None = None) -> list[ResultRecord]:
@@ -33,7 +55,7 @@ def result_records(evaluations: Evaluations, preset_name: str | None = None) -> 
         by_preset.setdefault((name, run.scale or "paper"), []).append(run)
     records = []
     for (name, scale), runs in by_preset.items():
-        preset = load_preset(name, scale="quick" if scale == "quick" else "paper")
+        preset = load_preset(name, scale=scale_named(scale))
         _check_alike(runs)
         maker = _Maker(preset, scale, runs)
         for evaluation in zip(*(evaluations[run] for run in runs), strict=True):
@@ -43,16 +65,44 @@ def result_records(evaluations: Evaluations, preset_name: str | None = None) -> 
     return records
 
 
-def _check_alike(runs: Sequence[RunFolder]) -> None:
-    first = runs[0]
+def check_savable(records: Sequence[ResultRecord], folder: Path) -> None:
+    """Refuse a folder that cannot be written to, or whose records hold seeds that would be lost."""
+    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"cannot write records to {folder}: {parent} cannot be written to; choose another folder")
+    present = {(record.name, record.metric): record for record in load_all(folder)}
+    for record in records:
+        older = present.get((record.name, record.metric))
+        lost = [] if older is None else [str(seed) for seed in older.seeds if seed not in record.seeds]
+        if lost:
+            raise UserError(
+                f"{folder} holds a record of {record.name}, {record.metric}, with seeds that these runs lack: "
+                f"{', '.join(lost)}; evaluate all seeds together, delete that record, or choose another folder"
+            )
+
+
+def save_records(records: Sequence[ResultRecord], folder: Path) -> list[Path]:
+    """Write records, all of them or none where one must not be written."""
+    check_savable(records, folder)
+    return [save(record, folder) for record in records]
+
+
+def check_seeds(runs: Sequence[RunFolder]) -> None:
+    """Runs of the same settings are a sample only if their seeds differ."""
     seeds: dict[int, Path] = {}
     for run in runs:
-        if settings_of(run) != settings_of(first):
-            names = _differences(settings_of(first), settings_of(run))
-            raise ConfigError(f"{first.path} and {run.path} differ in {', '.join(names)}: record them apart")
         if run.seed in seeds:
             raise ConfigError(f"{seeds[run.seed]} and {run.path} have the same seed {run.seed}: one is enough")
         seeds[run.seed] = run.path
+
+
+def _check_alike(runs: Sequence[RunFolder]) -> None:
+    first = runs[0]
+    for run in runs:
+        names = _differences(settings_of(first), settings_of(run)).values()
+        if names:
+            raise ConfigError(f"{first.path} and {run.path} differ in {', '.join(names)}: record them apart")
+    check_seeds(runs)
 
 
 class _Maker:
@@ -60,6 +110,7 @@ class _Maker:
 
     def __init__(self, preset: Preset, scale: str, runs: Sequence[RunFolder]):
         self.preset, self.scale, self.runs = preset, scale, runs
+        self.expected = _settings(preset)
         config = from_dict(FewShotConfig, runs[0].config, where=str(runs[0].path))
         # A record tells others how to repeat it: the name of a folder helps them, its place here does not.
         start = None if config.start_from is None else Path(config.start_from).name
@@ -78,7 +129,7 @@ class _Maker:
         if first.models > 1:
             notes.insert(0, f"mean prediction of the {first.models} best models by validation")
         values = {run.seed: 100 * e.accuracy for run, e in zip(self.runs, evaluations, strict=True)}
-        return self._record(self._metric(first), values, notes, (self.config.data, first.data), self._is_cell(first))
+        return self._record(self._metric(first), values, notes, (self.config.data, first.data))
 
     def sparsity(self) -> ResultRecord:
         found = {run.seed: load_trained(run)[2].sparsity() for run in self.runs}
@@ -86,43 +137,32 @@ class _Maker:
         means = {layer: statistics.fmean(s.by_layer[layer] for s in found.values()) for layer in layers}
         notes = ["by layer: " + ", ".join(f"{layer} {100 * mean:.1f}" for layer, mean in means.items())]
         values = {seed: 100 * sparsity.overall for seed, sparsity in found.items()}
-        return self._record("sparsity", values, notes, (self.config.data,), self.preset.measure == "sparsity")
+        return self._record("sparsity", values, notes, (self.config.data,))
 
     def _metric(self, evaluation: Evaluation) -> str:
-        """The plain name stands for the one split that training left out."""
-        own = evaluation.data == self.config.data
-        only = held_out_splits(self.runs[0], evaluation.data) == [evaluation.split]
-        place = "" if own else evaluation.data
-        if not only:
-            place = evaluation.split if own else f"{evaluation.data}/{evaluation.split}"
-        metric = "accuracy" if evaluation.models == 1 else "ensemble accuracy"
-        return f"{metric} on {place}" if place else metric
-
-    def _is_cell(self, evaluation: Evaluation) -> bool:
-        """Whether this is the number that the preset stands for."""
+        """The plain name stands for the measurement of the preset's cell; others say in what they differ from it."""
         wanted = self.preset.evaluate
-        data = wanted.data or self.config.data
-        splits = [wanted.split] if wanted.split is not None else held_out_splits(self.runs[0], data)
-        return (
-            self.preset.measure == ("accuracy" if evaluation.models == 1 else "ensemble accuracy")
-            and evaluation.data == data
-            and splits == [evaluation.split]
-            and evaluation.steps == (self.config.test_inner_steps if wanted.steps is None else wanted.steps)
-        )
+        place = [] if evaluation.data == (wanted.data or self.config.data) else [evaluation.data]
+        if default_splits(self.runs[0], evaluation.data, self.preset) != [evaluation.split]:
+            place.append(evaluation.split)
+        metric = "accuracy" if evaluation.models == 1 else "ensemble accuracy"
+        if place:
+            metric += f" on {'/'.join(place)}"
+        if evaluation.steps != (self.expected.test_inner_steps if wanted.steps is None else wanted.steps):
+            metric += f" after {evaluation.steps} step{'' if evaluation.steps == 1 else 's'}"
+        return metric
 
-    def _record(
-        self, metric: str, values: dict[int, float], notes: list[str], data: Sequence[str], is_cell: bool
-    ) -> ResultRecord:
+    def _record(self, metric: str, values: dict[int, float], notes: list[str], data: Sequence[str]) -> ResultRecord:
         """Time, hardware, commit and versions are those of training; the notes say where it was measured."""
-        paper = self.preset.paper if is_cell and self.scale == "paper" else None
+        changed = _differences(replace(self.expected, start_from=None), settings_of(self.runs[0]))
+        comparable = self.scale == "paper" and metric == self.preset.measure and changed.keys() <= INCIDENTAL
+        paper = self.preset.paper if comparable else None
         if paper is not None and paper.note:
             notes.append(f"the paper's number: {paper.note}")
         notes += [note for name in dict.fromkeys(data) if (note := _subset(name))]
-        expected = from_dict(FewShotConfig, self.preset.settings, where=f"preset {self.preset.name}")
-        changed = _differences(replace(expected, start_from=None), settings_of(self.runs[0]))
         if changed:
-            notes.append("differs from the preset: " + ", ".join(changed))
-        metrics = [run.metrics() for run in self.runs]
+            notes.append("differs from the preset: " + ", ".join(changed.values()))
+        metrics = [_metrics(run) for run in self.runs]
         if len(self.runs) > 1:
             notes.append("time of one run (mean)")
         at_once = sorted({int(record.get("runs_at_once", 1)) for records in metrics for record in records})
@@ -152,11 +192,26 @@ class _Maker:
         return list(dict.fromkeys(fact(run) for run in self.runs))
 
 
+def _settings(preset: Preset) -> FewShotConfig:
+    return from_dict(FewShotConfig, preset.settings, where=f"preset {preset.name}")
+
+
+def _metrics(run: RunFolder) -> list[dict[str, Any]]:
+    found = run.metrics()
+    if not found or "elapsed_seconds" not in found[-1]:
+        raise UserError(
+            f"{run.path / 'metrics.jsonl'} does not say how long the run took, which a record tells: "
+            "restore that file, or evaluate without --record"
+        )
+    return found
+
+
 def _subset(data: str) -> str | None:
     info = load_set(data).info
     return f"{data} is a subset: {info.get('classes')} classes" if info.get("complete") is False else None
 
 
-def _differences(expected: FewShotConfig, found: FewShotConfig) -> list[str]:
+def _differences(expected: FewShotConfig, found: FewShotConfig) -> dict[str, str]:
+    """The settings that differ, each with NAME=VALUE as found."""
     wanted = to_dict(expected)
-    return [f"{name}={toml_text(value)}" for name, value in to_dict(found).items() if value != wanted[name]]
+    return {name: f"{name}={toml_text(value)}" for name, value in to_dict(found).items() if value != wanted[name]}

@@ -51,11 +51,14 @@ class Evaluation:
 def load_trained(run: RunFolder, device: str = "cpu") -> tuple[FewShotConfig, nn.Module, GradientMask]:
     """The best model of a finished run, and its mask."""
     config = from_dict(FewShotConfig, run.config, where=str(run.path))
-    path = run.path / "model.safetensors"
-    if not path.exists():
-        raise UserError(f"{run.path} is not finished: go on with `wheretolearn resume {run.path}`")
-    learner = new_learner(config, _image_shape(config, load_weights(path)[1]), run.seed, device)
+    _check_finished(run)
+    learner = new_learner(config, trained_image_shape(run), run.seed, device)
     return config, learner.model, _load_into(learner.model, run.path)
+
+
+def _check_finished(run: RunFolder) -> None:
+    if not (run.path / "model.safetensors").exists():
+        raise UserError(f"{run.path} is not finished: go on with `wheretolearn resume {run.path}`")
 
 
 def _load_into(model: nn.Module, folder: Path) -> GradientMask:
@@ -102,6 +105,31 @@ def held_out_splits(run: RunFolder, data: str | None = None) -> list[str]:
     return found
 
 
+def planned(run: RunFolder, data: str, split: str, steps: int | None = None, ensemble: bool = False) -> Evaluation:
+    """What `evaluate_run` would measure, with nothing measured yet; what it cannot measure fails here at once."""
+    config = from_dict(FewShotConfig, run.config, where=str(run.path))
+    _check_finished(run)
+    steps = _inner_steps(run, config, steps)
+    models = len(_measured_folders(run, ensemble))
+    split_of(load_set(data), split)
+    return Evaluation(data, split, steps, accuracy=0.0, half_width=0.0, task_accuracies=(), models=models)
+
+
+def _inner_steps(run: RunFolder, config: FewShotConfig, steps: int | None) -> int:
+    if config.head == "ridge" and steps:
+        raise UserError(
+            f"{run.path} solves its head on the support images and takes no inner steps: --steps can only be 0"
+        )
+    return config.test_inner_steps if steps is None else steps
+
+
+def _measured_folders(run: RunFolder, ensemble: bool) -> list[Path]:
+    folders = best_folders(run) if ensemble else [run.path]
+    if ensemble and len(folders) == 1:
+        raise UserError(f"{run.path} keeps only its best model, which makes no ensemble; train with keep_best=3")
+    return folders
+
+
 def evaluate_run(
     run: RunFolder,
     split: str,
@@ -119,7 +147,7 @@ def evaluate_run(
     """
     config, model, mask = load_trained(run, device)
     data = config.data if data is None else data
-    steps = config.test_inner_steps if steps is None else steps
+    steps = _inner_steps(run, config, steps)
     chosen = split_of(load_set(data), split)
     shape = trained_image_shape(run)
     if chosen.images.shape[1:] != shape:
@@ -127,9 +155,7 @@ def evaluate_run(
             f"{chosen.name} has images of {_size(chosen.images.shape[1:])}, the model was trained on "
             f"{_size(shape)}: add the set again at that size"
         )
-    folders = best_folders(run) if ensemble else [run.path]
-    if ensemble and len(folders) == 1:
-        raise UserError(f"{run.path} keeps only its best model, which makes no ensemble; train with keep_best=3")
+    folders = _measured_folders(run, ensemble)
     keep = run.path / "evaluations"
     try:
         keep.mkdir(exist_ok=True)
