@@ -29,6 +29,11 @@ from wheretolearn.runs import environment
 from wheretolearn.storage import write_json
 
 INNER_LR = 0.25
+ENGINES = [
+    ("eager", "float32"),
+    *(("graphed", precision) for precision in ("float32", "tf32", "bfloat16")),
+    *(("fused", precision) for precision in ("float32", "tf32", "bfloat16", "float16")),
+]
 QUERY_SHARE = 3  # a query pass counts as three task-steps
 
 
@@ -157,11 +162,9 @@ def measurements(device: str, count: int, steps: int) -> list[tuple[str, Callabl
                 lambda: engine_loop("eager", last, steps, device, "float32"),
             ),
         ]
-    engines = [("eager", "float32")]
-    engines += [(kind, precision) for kind in ("graphed", "fused") for precision in ("float32", "tf32", "bfloat16")]
     return [plain] + [
         (f"{kind} engine, {precision}", lambda k=kind, p=precision: engine_loop(k, last, steps, device, p))
-        for kind, precision in engines
+        for kind, precision in ENGINES
     ]
 
 
@@ -191,10 +194,7 @@ def main() -> None:
     if device == "cuda":
         tasks = random_tasks(2, device, True)
         exact = gradient("eager", tasks, "float32", torch.float64)
-        for kind, precision in [
-            ("eager", "float32"),
-            *((k, p) for k in ("graphed", "fused") for p in ("float32", "tf32", "bfloat16")),
-        ]:
+        for kind, precision in ENGINES:
             found = gradient(kind, tasks, precision)
             deviations[f"{kind}, {precision}"] = ((found - exact).norm() / exact.norm()).item()
             print(

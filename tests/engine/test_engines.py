@@ -311,10 +311,20 @@ def test_a_module_that_cannot_be_recorded_runs_eagerly_with_a_note_cuda():
     assert engine.last_losses()[0] > 0
 
 
-def test_bfloat16_without_a_gpu_is_refused():
-    model = models.build("conv4", width=4, seed=0)
-    with pytest.raises(ConfigError, match="bfloat16 needs the graphed engine on a GPU"):
-        choose(model, masks.fixed(model), InnerLoop(1, 0.1), "auto", "bfloat16")
+@pytest.mark.parametrize(("precision", "engine"), [("bfloat16", "graphed"), ("float16", "fused")])
+def test_half_precision_without_a_gpu_is_refused(precision, engine):
+    model = models.build("conv4", width=16, seed=0)
+    with pytest.raises(ConfigError, match=f"{precision} needs the {engine} engine on a GPU: use precision=float32"):
+        choose(model, masks.fixed(model), InnerLoop(1, 0.1), "auto", precision)
+
+
+def test_only_the_fused_engine_runs_float16():
+    model = models.build("conv4", width=16, seed=0)
+    with pytest.raises(ConfigError, match="the graphed engine does not support precision=float16"):
+        choose(model, masks.fixed(model), InnerLoop(1, 0.1), "graphed", "float16")
+    odd = models.build("conv4", width=20, seed=0)
+    with pytest.raises(ConfigError, match="fused engine on a GPU, which does not support a width of 20"):
+        choose(odd, masks.fixed(odd), InnerLoop(1, 0.1), "auto", "float16")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -96,6 +96,16 @@ def test_gradients_are_summed_over_inner_steps():
     assert_alike(FusedConv4(model).meta_gradients(work, 2), exact_gradients(model, work, 2), 1e-3)
 
 
+def test_half_precision_stays_close_and_its_scaled_gradients_come_back_unscaled():
+    model = new_model(channels=1)
+    work = jobs(model, new_tasks(2, 16, 1))
+    # The second time with gradients that float16 could not hold as they are.
+    for _ in range(2):
+        assert_alike(FusedConv4(model, "float16").meta_gradients(work, 0), exact_gradients(model, work, 0), 0.02)
+        with torch.no_grad():
+            model.head.weight.mul_(1e-5)
+
+
 def test_blank_images_and_ties_are_treated_as_autograd_does():
     """Blank images tie in every pooling window, and a filter of zeros has no variance."""
     model = new_model(channels=1)
@@ -184,13 +194,14 @@ def test_without_a_gpu_the_fused_engine_is_refused():
 
 
 @needs_gpu
-@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16", "float16"])
 def test_gradients_at_full_size_are_as_exact_as_those_of_autograd_cuda(precision):
     """Of one pass: over several steps close calls of ReLU and pooling send even float32 and float64 apart."""
     model = new_model(size=84, width=64)
     tasks = new_tasks(2, 84, 3, support=25, query=75)
     found = FusedConv4(model, precision).meta_gradients(jobs(model, tasks), 0)
-    autograd = CompiledArithmetic(model, precision=precision, compiled=False)
+    # Numbers of float16 and tf32 have the same length.
+    autograd = CompiledArithmetic(model, precision="tf32" if precision == "float16" else precision, compiled=False)
     with autograd.settings():
         usual = autograd.meta_gradients(jobs(model, tasks), 0)
     exact_tasks = [Task(*(t.double() if t.is_floating_point() else t for t in vars(task).values())) for task in tasks]

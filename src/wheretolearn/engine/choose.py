@@ -17,6 +17,12 @@ from wheretolearn.masks import GradientMask
 EngineName = Literal["eager", "graphed", "fused"]
 EngineKind = Literal["auto", "eager", "graphed", "fused"]
 FASTEST_FIRST: tuple[EngineName, ...] = ("fused", "graphed", "eager")
+CAN_RUN: dict[Precision, tuple[EngineName, ...]] = {  # tf32 is a matter of the GPU's: others take it for float32
+    "float32": FASTEST_FIRST,
+    "tf32": FASTEST_FIRST,
+    "bfloat16": ("fused", "graphed"),
+    "float16": ("fused",),
+}
 
 
 class Evaluator(Protocol):
@@ -56,7 +62,7 @@ def make_engine(lanes: Sequence[Lane], *, kind: EngineKind = "auto", precision: 
     possible = [choose(lane.model, lane.mask, lane.inner, kind, precision) for lane in lanes]
     note = None
     for name in FASTEST_FIRST[max(map(FASTEST_FIRST.index, possible)) :]:
-        if name == "eager":
+        if name == "eager" or name not in CAN_RUN[precision]:
             break
         engine = GraphedEngine(lanes, _arithmetic(name, first.model, first.inner, precision), name, note)
         try:
@@ -68,8 +74,8 @@ def make_engine(lanes: Sequence[Lane], *, kind: EngineKind = "auto", precision: 
             note = note or f"{problem}; a slower engine runs"
         else:
             return engine
-    if precision == "bfloat16":
-        raise ConfigError(f"precision=bfloat16 needs a fast engine: {note}")
+    if "eager" not in CAN_RUN[precision]:
+        raise ConfigError(f"precision={precision} needs a fast engine: {note}")
     return EagerEngine(lanes, note)
 
 
@@ -96,6 +102,8 @@ def choose(
     on_gpu = next(model.parameters()).device.type == "cuda"
     reasons: dict[EngineName, str | None] = {"graphed": compiled.unsupported(model, mask, inner)}
     reasons["fused"] = reasons["graphed"] or fused.unsupported(model, inner)
+    if "graphed" not in CAN_RUN[precision]:
+        reasons["graphed"] = f"precision={precision}"
     if kind == "graphed" or kind == "fused":
         reason = reasons[kind]
         if kind == "fused" and not on_gpu:
@@ -107,9 +115,10 @@ def choose(
         for name in ("fused", "graphed"):
             if reasons[name] is None:
                 return name
-    if precision == "bfloat16":
-        reason = "" if reasons["graphed"] is None else f", which does not support {reasons['graphed']}"
-        raise ConfigError(f"precision=bfloat16 needs the graphed engine on a GPU{reason}: use precision=float32")
+    if "eager" not in CAN_RUN[precision]:
+        slowest = CAN_RUN[precision][-1]
+        reason = "" if reasons[slowest] is None else f", which does not support {reasons[slowest]}"
+        raise ConfigError(f"precision={precision} needs the {slowest} engine on a GPU{reason}: use precision=float32")
     return "eager"
 
 

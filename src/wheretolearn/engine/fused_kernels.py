@@ -13,6 +13,14 @@ DEAD = tl.constexpr(4)  # stands for the place of the maximum where ReLU passes 
 
 
 @triton.jit
+def _stored(value, at):
+    """As the memory at a pointer holds it; float16 takes its largest number for larger ones."""
+    if at.dtype.element_ty == tl.float16:
+        value = tl.clamp(value, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return value.to(at.dtype.element_ty)
+
+
+@triton.jit
 def gram(x, out, rows, K: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr):
     """out[job] += x^T x over a block of rows of x[job, rows, K]."""
     block, job = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -84,7 +92,7 @@ def first_block(
         place = tl.where(higher, corner, place).to(tl.int8)
     image, pixel = row // (side * side), row % (side * side)
     bordered = (image * (side + 2) + pixel // side + 1) * (side + 2) + pixel % side + 1
-    tl.store(out + bordered[:, None] * C + c[None, :], best.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + bordered[:, None] * C + c[None, :], _stored(best, out), mask=inside)
     tl.store(winner + row[:, None] * C + c[None, :], place, mask=inside)
 
 
@@ -165,7 +173,7 @@ def convolution(
             w = tl.load(own + tap * C * C + i[:, None] * C + c[None, :])
         result = tl.dot(tile, w, result, input_precision=PRECISION)
     out += job * pixels * C
-    tl.store(out + row[:, None] * C + c[None, :], result.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(out + row[:, None] * C + c[None, :], _stored(result, out), mask=inside[:, None])
     if not BACKWARD:
         kept = tl.where(inside[:, None], result, 0.0)
         mine = job * accumulators_per_job + c
@@ -244,7 +252,7 @@ def normalise_and_pool(
     wide = pooled_side + 2 * out_border
     out += job * (pooled // area) * wide * wide * C
     to = (image * wide + y + out_border) * wide + z + out_border
-    tl.store(out + to[:, None] * C + c[None, :], best.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + to[:, None] * C + c[None, :], _stored(best, out), mask=inside)
     tl.store(winner + row[:, None] * C + c[None, :], place, mask=inside)
 
 
@@ -311,18 +319,19 @@ def norm_backward(
     result = scale[None, :] * (gradient - to_shift[None, :] - normalised * to_scale[None, :])
     out += job * (pixels // (side * side)) * (side + 2) * (side + 2) * C
     to = (image * (side + 2) + y + 1) * (side + 2) + z + 1
-    tl.store(out + to[:, None] * C + c[None, :], result.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(out + to[:, None] * C + c[None, :], _stored(result, out), mask=inside[:, None])
 
 
 @triton.jit
 def head_loss(
     features, weights, bias, parameters_per_job, labels, probabilities, logit_gradient, bias_gradient,
-    accumulators_per_job, losses, images, ways,
+    accumulators_per_job, losses, images, ways, gradient_scale,
     width: tl.constexpr, IMAGES: tl.constexpr, WAYS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logits, softmax, mean cross-entropy and its gradient for all images of a job.
 
-    features[job, images, width], weights[job, ways, width]; probabilities and logit_gradient are padded.
+    features[job, images, width], weights[job, ways, width]; probabilities and logit_gradient are padded. All
+    gradients are ``gradient_scale`` times too large from here on.
     """
     job = tl.program_id(0).to(tl.int64)
     n, w, f = tl.arange(0, IMAGES), tl.arange(0, WAYS), tl.arange(0, CHUNK)
@@ -347,7 +356,8 @@ def head_loss(
     right = (w[None, :] == label[:, None]) & (n[:, None] < images)
     own = tl.sum(tl.where(right, logits, 0.0), 1) - tl.log(sums)
     tl.store(losses + job, -tl.sum(tl.where(n < images, own, 0.0), 0) / images)
-    gradient = tl.where(n[:, None] < images, (chances - tl.where(right, 1.0, 0.0)) / images, 0.0)
+    gradient = (chances - tl.where(right, 1.0, 0.0)) * (gradient_scale / images)
+    gradient = tl.where(n[:, None] < images, gradient, 0.0)
     at = (job * IMAGES + n[:, None]) * WAYS + w[None, :]
     tl.store(probabilities + at, chances)
     tl.store(logit_gradient + at, gradient)
@@ -370,19 +380,21 @@ def head_backward(
     ).to(tl.float32)  # fmt: skip
     gradient = tl.load(logit_gradient + (job * IMAGES + n[:, None]) * WAYS + w[None, :])
     to_features = tl.dot(gradient, weight, input_precision=PRECISION)
-    tl.store(feature_gradient + at, to_features.to(feature_gradient.dtype.element_ty), mask=real)
+    tl.store(feature_gradient + at, _stored(to_features, feature_gradient), mask=real)
     to_weights = tl.dot(tl.trans(gradient), x, input_precision=PRECISION)
     tl.store(weight_gradient + job * accumulators_per_job + w[:, None] * width + f[None, :], to_weights, mask=known)
 
 
 @triton.jit
-def masked_update(parameters, rates, gradients, accumulators_per_job, sums, rounded, size, SIZE: tl.constexpr):
+def masked_update(
+    parameters, rates, gradients, accumulators_per_job, gradient_scale, sums, rounded, size, SIZE: tl.constexpr
+):  # fmt: skip
     """phi <- phi - rate * gradient (Eq. 4), the sum of gradients, and a copy of phi in the passes' precision."""
     i, job = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1).to(tl.int64)
     inside = i < size
     at = job * size + i
-    gradient = tl.load(gradients + job * accumulators_per_job + i, mask=inside)
+    gradient = tl.load(gradients + job * accumulators_per_job + i, mask=inside) / gradient_scale
     value = tl.load(parameters + at, mask=inside) - tl.load(rates + at, mask=inside) * gradient
     tl.store(parameters + at, value, mask=inside)
     tl.store(sums + at, tl.load(sums + at, mask=inside) + gradient, mask=inside)
-    tl.store(rounded + at, value.to(rounded.dtype.element_ty), mask=inside)
+    tl.store(rounded + at, _stored(value, rounded), mask=inside)

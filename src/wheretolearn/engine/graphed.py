@@ -20,7 +20,7 @@ from wheretolearn.engine.task import InnerLoop, Lane, Task, accuracy
 from wheretolearn.errors import NonFiniteError
 from wheretolearn.masks import GradientMask
 
-Precision = Literal["float32", "tf32", "bfloat16"]
+Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 Tensors = dict[str, Tensor]
 T = TypeVar("T")
 
