@@ -209,7 +209,7 @@ def test_gradients_at_full_size_are_as_exact_as_those_of_autograd_cuda(precision
     for one, two, reference in zip(found, usual, exact, strict=True):
         for name, value in reference.outer.items():
             if not name.endswith("conv.bias"):
-                bound = 2 * (two.outer[name] - value).norm() + 1e-6 * value.norm()
+                bound = 2 * (two.outer[name] - value).norm() + 5e-3 * value.norm()
                 assert (one.outer[name] - value).norm() < bound, name
 
 
