@@ -36,9 +36,18 @@ def random_bits(shape: Sequence[int], *keys: Key, device: torch.device | str | N
         else:
             number = _word_key(key) if isinstance(key, str) else operator.index(key)
         state = _fold(state, number)
-    counter = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device=device)
-    start = state if isinstance(state, Tensor) else _signed(state)
-    return _shift_right(_splitmix(counter * _signed(_GOLDEN) + start), 1).reshape(tuple(shape))
+    return _sequence(state, math.prod(shape), device).reshape(tuple(shape))
+
+
+def random_bits_by_lane(shape: Sequence[int], seeds: Tensor, *keys: Key) -> Tensor:
+    """``random_bits(shape, seed, *keys)`` for each of the seeds, stacked. Keys: as there, or a tensor of one per seed."""
+    state: int | Tensor = _fold(0, seeds.to(torch.int64).unsqueeze(1))
+    for key in keys:
+        if isinstance(key, Tensor):
+            state = _fold(state, key.to(torch.int64).reshape(-1, 1))
+        else:
+            state = _fold(state, _word_key(key) if isinstance(key, str) else operator.index(key))
+    return _sequence(state, math.prod(shape), seeds.device).reshape(len(seeds), *shape)
 
 
 def uniform(
@@ -99,6 +108,12 @@ def distinct(limits: Tensor, count: int, *keys: Key) -> Tensor:
             draw = draw + (draw >= taken)
         chosen = torch.cat([chosen, draw.unsqueeze(-1)], dim=-1)
     return chosen
+
+
+def _sequence(state: int | Tensor, length: int, device: torch.device | str | None) -> Tensor:
+    counter = torch.arange(1, length + 1, dtype=torch.int64, device=device)
+    start = state if isinstance(state, Tensor) else _signed(state)
+    return _shift_right(_splitmix(counter * _signed(_GOLDEN) + start), 1)
 
 
 def _word_key(word: str) -> int:

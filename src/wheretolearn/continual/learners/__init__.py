@@ -1,0 +1,1 @@
+"""Continual learners, one file each."""
