@@ -40,7 +40,7 @@ def random_bits(shape: Sequence[int], *keys: Key, device: torch.device | str | N
 
 
 def random_bits_by_lane(shape: Sequence[int], seeds: Tensor, *keys: Key) -> Tensor:
-    """``random_bits(shape, seed, *keys)`` for each of the seeds, stacked. Keys: as there, or a tensor of one per seed."""
+    """``random_bits(shape, seed, *keys)`` for each of the seeds, stacked; keys as there, or one per seed."""
     state: int | Tensor = _fold(0, seeds.to(torch.int64).unsqueeze(1))
     for key in keys:
         if isinstance(key, Tensor):

@@ -1,0 +1,234 @@
+"""Continual runs side by side: stream, learner, tests after each task, checkpoints."""
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wheretolearn.config import from_dict, to_dict
+from wheretolearn.continual import metrics
+from wheretolearn.continual.config import ContinualConfig
+from wheretolearn.continual.learners.base import Learner
+from wheretolearn.continual.learners.make import make_learner
+from wheretolearn.continual.problem import Problem
+from wheretolearn.errors import NonFiniteError, Stopped
+from wheretolearn.runs import checkpoint
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.signals import StopRequest
+from wheretolearn.storage import read_json, save_weights, write_json
+
+Report = Callable[[RunFolder, int, Mapping[str, Any]], None]
+BY_LANE = ("lr", "mask_lr")  # settings that may differ between runs that learn as lanes of one program
+RESULT = "result.json"
+TEST_CHUNK = 2500
+
+
+@dataclass
+class Progress:
+    """How far one run is, beside what its learner knows."""
+
+    batches: int = 0
+    matrix: Tensor = field(default_factory=lambda: torch.empty(0))  # [tasks + 1, tasks]; row 0: the untrained network
+    seconds: float = 0.0
+
+
+def finished(run: RunFolder) -> bool:
+    return (run.path / RESULT).exists()
+
+
+def result(run: RunFolder) -> dict[str, Any]:
+    """What a finished run measured: RA, BTI, forward transfer, the accuracy matrix, sparsity."""
+    measured: dict[str, Any] = read_json(run.path / RESULT)
+    return measured
+
+
+def settings_of(run: RunFolder) -> ContinualConfig:
+    return from_dict(ContinualConfig, run.config, where=str(run.path))
+
+
+def lane_groups(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
+    """Runs that can learn as lanes of one program: the same settings but for learning rates, and equally far."""
+    groups: dict[str, list[RunFolder]] = {}
+    for run in runs:
+        config = {name: value for name, value in to_dict(settings_of(run)).items() if name not in BY_LANE}
+        saved = checkpoint.load_latest(run)
+        groups.setdefault(json.dumps([config, saved.step if saved else 0], sort_keys=True), []).append(run)
+    return list(groups.values())
+
+
+def train_together(
+    runs: Sequence[RunFolder],
+    report: Report | None = None,
+    *,
+    device: str = "cpu",
+    notify: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] | None = None,
+) -> None:
+    """Take runs to their ends, from their last checkpoints if they have any; equal settings go side by side.
+
+    Each ends as it would alone, up to rounding. SIGINT or SIGTERM ends this with ``Stopped``, after saving.
+    """
+    for run in runs:
+        run.lock()
+    with StopRequest(on_request=on_stop) as stop:
+        for group in lane_groups([run for run in runs if not finished(run)]):
+            lanes = _Lanes(group, device, report, notify)
+            while not lanes.ended and not stop.requested:
+                lanes.advance()
+            if stop.requested:
+                lanes.save()
+                command = shlex.join(["wheretolearn", "resume", *(str(run.path) for run in runs if not finished(run))])
+                raise Stopped(
+                    f"stopped after batch {lanes.done} of {lanes.problem.batches} and saved; go on with `{command}`"
+                )
+            lanes.finish()
+
+
+class _Lanes:
+    """Runs of one shape at work."""
+
+    def __init__(
+        self, runs: Sequence[RunFolder], device: str, report: Report | None, notify: Callable[[str], None] | None
+    ):
+        self.runs, self.device, self.report = list(runs), device, report
+        self.configs = [settings_of(run) for run in runs]
+        self.config = self.configs[0]
+        self.problem = Problem(self.config, [run.seed for run in runs], device)
+        self.learner: Learner = make_learner(
+            self.configs,
+            [run.seed for run in runs],
+            self.problem.image_shape,
+            self.problem.classes,
+            self.problem.tasks,
+            device,
+        )
+        tasks = self.problem.tasks
+        empty = torch.full((tasks + 1, tasks), float("nan"))
+        self.progress = [Progress(matrix=empty.clone()) for _ in runs]
+        self._restore(notify)
+        if self.done == 0:
+            self._test(0, range(tasks), limit=self.config.matrix_images)
+
+    @property
+    def done(self) -> int:
+        return self.progress[0].batches
+
+    @property
+    def ended(self) -> bool:
+        return self.done == self.problem.batches
+
+    def advance(self) -> None:
+        """One batch, and whatever is due after it."""
+        started = time.perf_counter()
+        batch = self.problem.batch(self.done)
+        self.learner.observe(batch.inputs, batch.labels, task=batch.task, fresh=batch.fresh)
+        number = self.done + 1
+        values: list[dict[str, Any]] = [{} for _ in self.runs]
+        if batch.ends_task:
+            self._check_finite()
+            self._test_after(batch.task)
+            for own, progress in zip(values, self.progress, strict=True):
+                row = progress.matrix[batch.task + 1]
+                own |= {"task": batch.task, "accuracies": row.tolist()}
+                own["accuracy"] = row[: batch.task + 1].mean().item()
+        if batch.ends_task or number % self.config.log_every == 0:
+            for lane, own in enumerate(values):
+                own |= self._sparsity(lane)
+        elapsed = time.perf_counter() - started
+        for lane, (run, progress) in enumerate(zip(self.runs, self.progress, strict=True)):
+            progress.batches, progress.seconds = number, progress.seconds + elapsed
+            if values[lane]:
+                values[lane]["elapsed_seconds"] = progress.seconds
+                run.log(number, **values[lane])
+            if self.report is not None:
+                self.report(run, number, values[lane])
+        if number % self.config.checkpoint_every == 0 or self.ended:
+            self.save()
+
+    def save(self) -> None:
+        self._check_finite()
+        state = self.learner.state()
+        for lane, (run, progress) in enumerate(zip(self.runs, self.progress, strict=True)):
+            own = {name: (t if t.ndim == 0 else t[lane]).clone() for name, t in state.items()}
+            checkpoint.save(
+                run, {"learner": own, "matrix": progress.matrix, "seconds": progress.seconds}, progress.batches
+            )
+
+    def finish(self) -> None:
+        """Leave the network and what was measured; the result comes last: where it is, the run is finished."""
+        weights = self.learner.network.views(self.learner.weights)
+        for lane, (run, progress) in enumerate(zip(self.runs, self.progress, strict=True)):
+            save_weights(run.path / "model.safetensors", {name: t[lane].clone() for name, t in weights.items()}, {})
+            matrix = progress.matrix[1:].double()
+            measured = {
+                "ra": metrics.retained_accuracy(matrix),
+                "bti": metrics.backward_transfer(matrix),
+                "forward_transfer": metrics.forward_transfer(matrix, progress.matrix[0].double()),
+                "accuracy_matrix": progress.matrix[1:].tolist(),
+                "untrained": progress.matrix[0].tolist(),
+                "seconds": progress.seconds,
+                "runs_at_once": len(self.runs),
+                **self._sparsity(lane),
+            }
+            write_json(run.path / RESULT, measured)
+
+    def _restore(self, notify: Callable[[str], None] | None) -> None:
+        saved = [checkpoint.load_latest(run) for run in self.runs]
+        for run, progress, own in zip(self.runs, self.progress, saved, strict=True):
+            run.rewind(own.step if own is not None else 0)
+            if own is not None:
+                progress.batches, progress.seconds = own.step, own.state["seconds"]
+                progress.matrix = own.state["matrix"]
+                for note in own.notes:
+                    if notify is not None:
+                        notify(note)
+                if self.report is not None:
+                    self.report(run, own.step, {})
+        states = [own.state["learner"] for own in saved if own is not None]
+        if states:
+            names = states[0]
+            self.learner.restore(
+                {
+                    name: names[name] if names[name].ndim == 0 else torch.stack([own[name] for own in states])
+                    for name in names
+                }
+            )
+
+    def _test_after(self, task: int) -> None:
+        """All test images where the result depends on it: of the task just learned, and of all at the end."""
+        last = task == self.problem.tasks - 1
+        for other in range(self.problem.tasks):
+            limit = None if last or other == task else self.config.matrix_images
+            self._test(task + 1, [other], limit)
+
+    def _test(self, row: int, tasks: Sequence[int] | range, limit: int | None) -> None:
+        for lane, progress in enumerate(self.progress):
+            for task in tasks:
+                inputs, labels = self.problem.test_set(lane, task, limit)
+                right = 0
+                for x, y in zip(inputs.split(TEST_CHUNK), labels.split(TEST_CHUNK), strict=True):  # type: ignore[no-untyped-call]
+                    logits = self.learner.network.logits(self.learner.weights[lane : lane + 1], x.unsqueeze(0))[0]
+                    right += int((logits.argmax(1) == y).sum())
+                progress.matrix[row, task] = right / len(labels)
+
+    def _sparsity(self, lane: int) -> dict[str, Any]:
+        shares = {name: float(share[lane]) for name, share in self.learner.closed().items()}
+        if not shares:
+            return {}
+        sizes = {name: t[0].numel() for name, t in self.learner.network.views(self.learner.weights).items()}
+        overall = sum(shares[name] * sizes[name] for name in shares) / sum(sizes.values())
+        return {"sparsity": overall, "sparsity_by_tensor": shares}
+
+    def _check_finite(self) -> None:
+        finite = self.learner.weights.isfinite().all(1).tolist()
+        for run, good in zip(self.runs, finite, strict=True):
+            if not good:
+                raise NonFiniteError(
+                    f"{run.path}: weights are not finite before batch {self.done + 1}; use a smaller lr or mask_lr. "
+                    "Checkpoints saved before are good"
+                )
