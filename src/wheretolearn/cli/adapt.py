@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from wheretolearn.cli.fewshot import Device, Threads, chosen_device, set_threads
+from wheretolearn.cli.common import Device, Threads, chosen_device, set_threads
 from wheretolearn.cli.progress import progress_bar
 from wheretolearn.data.image_set import human_bytes
 from wheretolearn.errors import UserError

@@ -5,11 +5,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-import torch
 import typer
 
+from wheretolearn.cli import continual
+from wheretolearn.cli.common import (
+    Device,
+    Threads,
+    Workers,
+    check_protocol,
+    chosen_device,
+    free_places,
+    labels_of,
+    runs_in,
+    seed_range,
+    set_threads,
+)
 from wheretolearn.cli.progress import TrainingBars, announce_stop, progress_bar
 from wheretolearn.config import from_dict, merge, parse_overrides, to_dict
 from wheretolearn.data.load import load_set
@@ -31,15 +43,10 @@ from wheretolearn.fewshot.trained import Evaluation, evaluate_run, load_trained,
 from wheretolearn.fewshot.training import finished, train_together
 from wheretolearn.fewshot.worker import train_in_processes
 from wheretolearn.presets import Evaluate, Preset, Scale, load_preset, scale_named
-from wheretolearn.runs.folder import MAX_SEED, RunFolder, check_free
+from wheretolearn.runs.folder import MAX_SEED, RunFolder
 
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; small networks are fastest with 1.", min=1)]
 RunThreads = Annotated[
     int | None, typer.Option(help="CPU threads of each process; small networks are fastest with 1.", min=1)
-]
-Workers = Annotated[
-    int | None, typer.Option(help="Processes for several runs on a CPU; default: as many as there are cores.", min=1)
 ]
 
 
@@ -68,21 +75,11 @@ def train(
     program, on a CPU in processes of their own.
     """
     chosen_scale = scale_named(scale)
-    if seed + seeds - 1 > MAX_SEED:
-        raise ConfigError(f"seeds end at {MAX_SEED}: {seeds} from {seed} are too many")
+    numbers = seed_range(seed, seeds)
     device = chosen_device(device)
     names: list[str | None] = [*dict.fromkeys(presets or [])] or [None]
     configs = {name: _config(name, chosen_scale, overrides or []) for name in names}
-    several = len(names) * seeds > 1
-    places = {
-        (name, number): run / "-".join(filter(None, [name, f"seed{number}"])) if several else run
-        for name in names
-        for number in range(seed, seed + seeds)
-    }
-    if several and (run / "run.json").exists():
-        raise UserError(f"{run} is itself a run and cannot hold others: choose another folder")
-    for place in places.values():
-        check_free(place)
+    places = free_places(run, names, numbers)
     for config in configs.values():
         _check(config, seed, device)
     with ExitStack() as folders:
@@ -107,8 +104,11 @@ def resume(
     """Continue runs from their last checkpoints, as if they had never stopped."""
     device = chosen_device(device)
     with ExitStack() as folders:
-        runs = [folders.enter_context(run) for run in _runs_in(paths, wanted="unfinished")]
-        _continue(runs, device, workers, threads)
+        runs = [folders.enter_context(run) for run in runs_in(paths, wanted="unfinished")]
+        if fewshot := [run for run in runs if run.protocol == "fewshot"]:
+            _continue(fewshot, device, workers, threads)
+        if others := [run for run in runs if run.protocol == "continual"]:
+            continual.take_to_the_end(others, device, workers, threads)
 
 
 def evaluate(
@@ -151,14 +151,23 @@ def evaluate(
     if preset_name is not None:
         load_preset(preset_name)
     with ExitStack() as folders:
-        runs = [folders.enter_context(run) for run in _runs_in(paths, wanted="finished")]
+        runs = [folders.enter_context(run) for run in runs_in(paths, wanted="finished")]
+        if all(run.protocol == "continual" for run in runs):
+            for_tasks = {"--split": splits, "--data": data, "--steps": steps, "--ensemble": ensemble or None}
+            continual.evaluate(runs, [option for option, given in for_tasks.items() if given], preset_name, record)
+            return
+        for run in runs:
+            if run.protocol != "fewshot":
+                raise UserError(
+                    f"{run.path} is a run of the protocol {run.protocol}: evaluate it apart from the others"
+                )
         for _, alike in _by_settings(runs):
             check_seeds(alike)
         plan = {run: _plan(run, _preset(run, preset_name), data, splits, steps, ensemble) for run in runs}
         if record is not None:  # what cannot be recorded fails before it takes time
             check_savable(result_records(plan, preset_name), record)
         evaluations: dict[RunFolder, list[Evaluation]] = {}
-        labels = _labels(runs)
+        labels = labels_of(runs)
         for run in runs:
             before = f"{labels[run]}: " if len(runs) > 1 else ""
             evaluations[run] = []
@@ -211,35 +220,13 @@ def _plan(
     ]
 
 
-def chosen_device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        wanted: torch.device | None = torch.device(name)
-    except RuntimeError:
-        wanted = None
-    if wanted is None or wanted.type not in ("cpu", "cuda"):
-        raise ConfigError(f"there is no device called {name!r}: choose cpu, cuda or auto")
-    if wanted.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("this machine has no GPU that PyTorch can use: choose --device cpu")
-    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"there is no GPU {wanted.index}: this machine has {torch.cuda.device_count()}, from cuda:0")
-    return name
-
-
-def set_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
 def _config(preset: str | None, scale: Scale, overrides: Sequence[str]) -> FewShotConfig:
     own = parse_overrides(overrides)
     if preset is None:
         config = from_dict(FewShotConfig, own, where="settings")
     else:
         loaded = load_preset(preset, scale=scale)
-        if loaded.protocol != "fewshot":
-            raise ConfigError(f"{preset} is a preset of the protocol {loaded.protocol}, which `train` does not know")
+        check_protocol(preset, loaded.protocol, "fewshot")
         if loaded.after is not None and "start_from" not in own:
             raise ConfigError(
                 f"{preset} starts from a finished run of {loaded.after}: train that first, "
@@ -261,32 +248,9 @@ def _check(config: FewShotConfig, seed: int, device: str) -> None:
     load_start(config, learner.model)
 
 
-def _runs_in(paths: Sequence[Path], wanted: Literal["finished", "unfinished"]) -> list[RunFolder]:
-    """The runs that paths name: a run itself, or all those in a folder that are as wanted."""
-    found: dict[Path, RunFolder] = {}
-    for path in paths:
-        if (path / "run.json").exists() or not path.is_dir():
-            inside = [RunFolder.open(path)]
-        else:
-            everything = [RunFolder.open(file.parent) for file in sorted(path.glob("*/run.json"))]
-            if not everything:
-                raise UserError(f"{path} is not a run folder, and none of its folders is one")
-            inside = [run for run in everything if finished(run) == (wanted == "finished")]
-            for run in everything:
-                if run not in inside:
-                    typer.echo(f"{run.path}: {'finished' if finished(run) else 'not finished'}, left out", err=True)
-            if not inside:
-                raise UserError(f"{path} holds no run that is {wanted}")
-        found |= {run.path.resolve(): run for run in inside if run.path.resolve() not in found}
-    for run in found.values():
-        if run.protocol != "fewshot":
-            raise UserError(f"{run.path} is a run of the protocol {run.protocol}, which this command does not know")
-    return list(found.values())
-
-
 def _continue(runs: Sequence[RunFolder], device: str, workers: int | None, threads: int | None) -> None:
     totals = {run: from_dict(FewShotConfig, run.config, where=str(run.path)).outer_steps for run in runs}
-    labels = _labels(runs)
+    labels = labels_of(runs)
     try:
         with TrainingBars({labels[run]: total for run, total in totals.items()}) as bars:
 
@@ -304,12 +268,6 @@ def _continue(runs: Sequence[RunFolder], device: str, workers: int | None, threa
         for run in runs:
             if finished(run):
                 typer.echo(_summary(run))
-
-
-def _labels(runs: Sequence[RunFolder]) -> dict[RunFolder, str]:
-    """The names of runs, or their paths where names are not enough to tell them apart."""
-    names = {run.path.name for run in runs}
-    return {run: run.path.name if len(names) == len(runs) else str(run.path) for run in runs}
 
 
 def _summary(run: RunFolder) -> str:

@@ -45,6 +45,10 @@ def latest_values(values: Mapping[str, Any]) -> str:
     parts = []
     if "stage" in values:
         parts.append(f"{values['stage']} ...")
+    if "task" in values:
+        parts.append(f"task {values['task'] + 1}")
+    if "accuracy" in values:
+        parts.append(f"accuracy {values['accuracy']:.1%}")
     if "validation_accuracy" in values:
         parts.append(f"validation {values['validation_accuracy']:.1%}")
     if "sparsity" in values:
@@ -55,7 +59,7 @@ def latest_values(values: Mapping[str, Any]) -> str:
 
 
 class TrainingBars:
-    """One bar per run with rate, time left, accuracy and sparsity. Off a terminal: a line per validation."""
+    """One bar per run with rate, time left, accuracy and sparsity. Off a terminal: a line per validation or task."""
 
     def __init__(self, totals: Mapping[str, int]):
         console = Console(stderr=True)
@@ -106,7 +110,7 @@ class TrainingBars:
         self._latest[name] |= {"step": step, **values}
         shown = latest_values(self._latest[name])
         if self._lines:
-            if "validation_accuracy" in values:
+            if not values.keys().isdisjoint(("validation_accuracy", "accuracy")):
                 seconds = time.monotonic() - self._started
                 typer.echo(f"{name}: step {step} of {self._totals[name]}  {shown}  ({seconds:.0f} s)", err=True)
             return

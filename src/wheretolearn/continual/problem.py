@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wheretolearn.continual.config import ContinualConfig
-from wheretolearn.data.image_set import ImageSet, Images
+from wheretolearn.data.image_set import Images, ImageSet
 from wheretolearn.data.load import load_set
 from wheretolearn.data.random_bits import permutation
 from wheretolearn.data.streams import Rotation, Task, batches, permutations, rotations, split_classes
@@ -43,7 +43,7 @@ class Problem:
         # Test images lie sorted by class: any first few of them shall be a fair sample.
         order = permutation(len(self.test.labels), 0, "test images").numpy()
         self.test = Labelled(np.asarray(self.test.images)[order], self.test.labels[order])
-        self.image_shape: tuple[int, int, int] = tuple(self.train.images.shape[1:])  # type: ignore[assignment]
+        self.image_shape: tuple[int, int, int] = tuple(self.train.images.shape[1:])
         self._tasks = [self._tasks_of(seed) for seed in self.seeds]
         lengths = [[len(task.train_indices) for task in tasks] for tasks in self._tasks]
         if any(other != lengths[0] for other in lengths):

@@ -16,6 +16,7 @@ from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.continual.learners.base import Learner
 from wheretolearn.continual.learners.make import make_learner
 from wheretolearn.continual.problem import Problem
+from wheretolearn.continual.recorded import Recorded
 from wheretolearn.errors import NonFiniteError, Stopped
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
@@ -107,6 +108,7 @@ class _Lanes:
             self.problem.tasks,
             device,
         )
+        self.recorded = Recorded(self.learner)
         tasks = self.problem.tasks
         empty = torch.full((tasks + 1, tasks), float("nan"))
         self.progress = [Progress(matrix=empty.clone()) for _ in runs]
@@ -126,7 +128,7 @@ class _Lanes:
         """One batch, and whatever is due after it."""
         started = time.perf_counter()
         batch = self.problem.batch(self.done)
-        self.learner.observe(batch.inputs, batch.labels, task=batch.task, fresh=batch.fresh)
+        self.recorded.observe(batch.inputs, batch.labels, task=batch.task, fresh=batch.fresh)
         number = self.done + 1
         values: list[dict[str, Any]] = [{} for _ in self.runs]
         if batch.ends_task:

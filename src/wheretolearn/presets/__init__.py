@@ -9,9 +9,10 @@ A preset is a table with a dotted name:
     paper = { value = 50.35, std = 0.39 }
 
 `settings`, `evaluate`, `after`, `protocol` and `about` come from the extended preset where they are left out;
-`measure` and `paper` do not. Presets with the same settings are one training: such cells differ in `measure` (what
-number of the run stands in the cell) and in `evaluate` (the images and inner steps it is measured with). `after` names
-the preset whose finished run is the start of this one; its folder is the setting `start_from`.
+`measure`, `paper` and `also` do not. Presets with the same settings are one training: such cells differ in `measure`
+(what number of the run stands in the cell) and in `evaluate` (the images and inner steps it is measured with). `also`
+holds other numbers that the paper reports of the same run: { BTI = { value = -8.16, std = 0.61 } }. `after` names the
+preset whose finished run is the start of this one; its folder is the setting `start_from`.
 
 `sweep = { inner_steps = [5, 15], test_inner_steps = [5, 15] }` makes one preset per position of the lists instead,
 called NAME.5 and NAME.15.
@@ -36,7 +37,7 @@ from wheretolearn.errors import ConfigError
 __all__ = ["Evaluate", "Measure", "Paper", "Preset", "Protocol", "Scale", "list_presets", "load_preset", "scale_named"]
 
 Protocol = Literal["fewshot", "continual", "online"]
-Measure = Literal["accuracy", "ensemble accuracy", "sparsity"]
+Measure = Literal["accuracy", "ensemble accuracy", "sparsity", "RA", "BTI"]
 Scale = Literal["paper", "quick"]
 
 QUICK = "quick"  # the group of rows that are laid over presets, not presets themselves
@@ -73,6 +74,7 @@ class Preset:
     measure: Measure = "accuracy"
     evaluate: Evaluate = Evaluate()
     after: str | None = None  # preset whose finished run this one starts from
+    also: dict[str, Paper] = field(default_factory=dict)  # by measure: other numbers that the paper reports of the run
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class _Row:
     protocol: Protocol | None = None
     extends: str | None = None
     paper: _Number | None = None
+    also: dict[str, _Number] = field(default_factory=dict)
     measure: Measure = "accuracy"
     settings: dict[str, object] = field(default_factory=dict)
     evaluate: dict[str, object] = field(default_factory=dict)
@@ -269,6 +272,7 @@ def _resolve(name: str, book: _Book, scale: Scale) -> Preset:
         own.measure,
         from_dict(Evaluate, evaluate, where=f"preset {name}, evaluate"),
         after,
+        {measure: _paper(number, name) for measure, number in own.also.items()} if scale == "paper" else {},
     )
 
 

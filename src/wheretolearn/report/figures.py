@@ -94,7 +94,7 @@ def loss_curves(curves: Sequence[Curve]) -> Figure:
 def accuracy_curves(curves: Sequence[Curve], chance: float | None = None) -> Figure:
     """Validation accuracy of each method, and what guessing would give."""
     figure, axes = _axes("Validation accuracy")
-    _percent_axis(axes, "y")
+    percent_axis(axes, "y")
     if chance is not None:
         axes.axhline(chance, color=MUTED, linewidth=1, linestyle=DASHES)
         axes.annotate(
@@ -117,7 +117,7 @@ def accuracy_curves(curves: Sequence[Curve], chance: float | None = None) -> Fig
 def sparsity_curves(title: str, curves: Sequence[Curve]) -> Figure:
     """Share of closed weights in each layer of one learned mask over training."""
     figure, axes = _axes(title, height=max(HEIGHT, 0.9 + 0.17 * len(curves)))
-    _percent_axis(axes, "y")
+    percent_axis(axes, "y")
     _plot_labelled(axes, curves)
     _step_axis(axes)
     return figure
@@ -173,11 +173,11 @@ def _bar(axes: Axes, place: float, thickness: float, bar: Bar, text: str, streng
 
 
 def _rows_axis(axes: Axes, places: Sequence[float], names: Sequence[str]) -> None:
-    axes.set_yticks(places, [_short(name) for name in names])
+    axes.set_yticks(places, [short(name) for name in names])
     axes.tick_params(axis="y", labelcolor=INK)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    _percent_axis(axes, "x")
+    percent_axis(axes, "x")
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
@@ -190,7 +190,7 @@ def running_mean(values: Sequence[float]) -> list[float]:
 
 def _axes(title: str, height: float = HEIGHT) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    figure.suptitle(_short(title, 2 * LONGEST_NAME), x=0, ha="left")
+    figure.suptitle(short(title, 2 * LONGEST_NAME), x=0, ha="left")
     return figure, figure.subplots()
 
 
@@ -226,7 +226,7 @@ def _plot_labelled(axes: Axes, curves: Sequence[Curve], marker: str | None = Non
     for curve, place in zip(shown, places, strict=True):
         axes.plot([curve.steps[-1]], [curve.values[-1]], "o", color=curve.colour, alpha=curve.strength, markersize=4)
         axes.annotate(
-            _short(curve.name), (right, place), (9, 0), textcoords="offset points", va="center", annotation_clip=False
+            short(curve.name), (right, place), (9, 0), textcoords="offset points", va="center", annotation_clip=False
         )
 
 
@@ -246,7 +246,7 @@ def spread(wanted: Sequence[float], distance: float, low: float, high: float) ->
     return result
 
 
-def _percent_axis(axes: Axes, which: str) -> None:
+def percent_axis(axes: Axes, which: str) -> None:
     ticks = [0, 0.25, 0.5, 0.75, 1]
     labels = [f"{100 * tick:.0f} %" for tick in ticks]
     if which == "y":
@@ -264,7 +264,7 @@ def _step_axis(axes: Axes) -> None:
     axes.set_xlim(left=0)
 
 
-def _short(name: str, longest: int = LONGEST_NAME) -> str:
+def short(name: str, longest: int = LONGEST_NAME) -> str:
     return name if len(name) <= longest else f"{name[: longest - 1]}…"
 
 
@@ -450,7 +450,7 @@ def _draw_pattern(panels: Sequence[Panel], ink: str, interpolation: str, margin:
             axes = figure.add_axes(box, label=panel.layer)
             axes.set_axis_off()
             axes.imshow(panel.bitmap, aspect="auto", interpolation=interpolation)
-            write(x + slot / 2, y - 0.2, _short(panel.layer), ha="center", weight="bold")
+            write(x + slot / 2, y - 0.2, short(panel.layer), ha="center", weight="bold")
             write(x + slot / 2, y - 0.36, f"{percent(panel.closed)} closed", ha="center", color=MUTED)
             write(x + slot / 2, y - 0.51, panel.note, ha="center", color=MUTED, fontsize=7)
             x += slot + gap

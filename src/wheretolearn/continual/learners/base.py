@@ -48,8 +48,7 @@ class Learner:
     @torch.no_grad()
     def observe(self, inputs: Tensor, labels: Tensor, *, task: int = 0, fresh: bool = True) -> None:
         """Learn from a batch. ``fresh``: its examples come for the first time, and are offered to the memory."""
-        if self.buffer is None:
-            self.buffer = ReplayBuffer(self.seeds, max(1, self.memory_size), tuple(inputs.shape[2:]), inputs.dtype)
+        self.prepare(inputs)
         for glance in range(self.glances):
             order = random_bits_by_lane((labels.shape[1],), self.seeds, "glance", self.looks).argsort(1)
             lane = torch.arange(len(order), device=order.device).unsqueeze(1)
@@ -59,6 +58,11 @@ class Learner:
                 self.remember(x, y, task)
             self.learn(seen, task)
             self.looks += 1
+
+    def prepare(self, inputs: Tensor) -> None:
+        """Make the memory, once inputs show their shape."""
+        if self.buffer is None:
+            self.buffer = ReplayBuffer(self.seeds, max(1, self.memory_size), tuple(inputs.shape[2:]), inputs.dtype)
 
     def learn(self, seen: Seen, task: int) -> None:
         """Update the weights from one glance at a batch."""
@@ -89,8 +93,8 @@ class Learner:
         self.looks.copy_(state["looks"])
         stored = {name.removeprefix("buffer."): t for name, t in state.items() if name.startswith("buffer.")}
         if stored:
-            shape = tuple(stored["inputs"].shape[2:])
-            self.buffer = ReplayBuffer(self.seeds, stored["inputs"].shape[1], shape, stored["inputs"].dtype)
+            self.prepare(stored["inputs"])
+            assert self.buffer is not None
             self.buffer.restore(stored)
 
     def _with_replay(self, x: Tensor, y: Tensor) -> Seen:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wheretolearn.continual.lanes import LaneNetwork
 from wheretolearn.continual.learners.base import Learner, Seen, by_lane, clipped
-from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.errors import ConfigError, NonFiniteError, UserError
 
 RIDGE = 1e-10  # relative to each diagonal entry; keeps the programme solvable where past gradients are parallel
 
@@ -63,9 +63,10 @@ class GEM(Learner):
 
     def learn(self, seen: Seen, task: int) -> None:
         gradient = clipped(self.network.gradient(self.weights, seen.inputs, seen.labels), self.clip_norm)
-        past = [other for other, count in enumerate(self.stored[0].tolist()) if count > 0 and other != task]
+        stored = self.stored[0].tolist()  # lanes are shown equally many examples
+        past = {other: count for other, count in enumerate(stored) if count > 0 and other != task}
         if past:
-            memories = torch.stack([self._memory_gradient(other) for other in past], 1)
+            memories = torch.stack([self._memory_gradient(other, count) for other, count in past.items()], 1)
             gradient = project(gradient, memories, self.margin)
         self.weights -= self.lr * gradient
 
@@ -83,10 +84,10 @@ class GEM(Learner):
             self.inputs = None
             self.stored.zero_()
 
-    def _memory_gradient(self, task: int) -> Tensor:
+    def _memory_gradient(self, task: int, stored: int) -> Tensor:
         assert self.inputs is not None
-        filled = min(int(self.stored[0, task]), self.memory_per_task)  # lanes are shown equally many examples
-        inputs, labels = self.inputs[:, task, :filled], self.labels[:, task, :filled]
+        filled = slice(min(stored, self.memory_per_task))
+        inputs, labels = self.inputs[:, task, filled], self.labels[:, task, filled]
         return clipped(self.network.gradient(self.weights, inputs, labels), self.clip_norm)
 
 
@@ -116,6 +117,8 @@ def dual_weights(
     from scipy.linalg import solve_triangular  # a machine that runs other learners need not have it
     from scipy.optimize import nnls
 
+    if not np.isfinite(gram).all():
+        raise NonFiniteError("gem: a gradient is not finite: lower lr, or set clip_norm")
     weights = np.full(len(products), margin)
     present = gram.diagonal() > 0  # a gradient that is zero constrains nothing
     gram, products = gram[np.ix_(present, present)], products[present]

@@ -18,7 +18,10 @@ from wheretolearn.errors import ConfigError
 
 
 class MER(Learner):
-    """``replay_batch`` counts the incoming example too; ``clip_norm`` shortens the gradient of each single example."""
+    """``replay_batch`` counts the incoming example too; while the memory holds fewer, batches are shorter.
+
+    ``clip_norm`` shortens the gradient of each single example.
+    """
 
     def __init__(
         self,
@@ -108,39 +111,43 @@ def _mlp_sgd_in_order(
     -lr * delta_j * <x_j, x_b>: products that are known before the first step.
     """
     weights = weights.clone()
-    (first, first_bias), *upper = _layers(network, weights)
+    layers = _layers(network, weights)
+    (first, first_bias), *stored = layers
+    upper = [(matrix.contiguous(), bias.contiguous()) for matrix, bias in stored]  # products in place are faster there
     x = inputs.flatten(2)
     products = torch.baddbmm(torch.ones_like(x[:, :1, :1]), x, x.mT)  # plus one for the bias
     outputs = torch.baddbmm(first_bias, x, first.mT)
-    classes = (upper[-1][0] if upper else first).shape[1]
-    target = F.one_hot(labels, classes).to(x.dtype)
-    rates = -lr.unsqueeze(-1) * present.unsqueeze(-1)  # [lanes, examples, 1]
     first_changes = torch.empty_like(outputs)
-    for number in range(labels.shape[1]):
-        own = slice(number, number + 1)
-        z, hidden = outputs[:, own], []
+    target = F.one_hot(labels, layers[-1][0].shape[1]).to(x.dtype)
+    rates = -lr.unsqueeze(-1) * present.unsqueeze(-1)
+    by_example = zip(
+        *(torch.split(tensor, 1, dim=1) for tensor in (outputs, target, rates, first_changes)), strict=True
+    )
+    for number, (z, wanted, rate, first_change) in enumerate(by_example):
+        hidden = []
         for matrix, bias in upper:
             hidden.append(z.relu())
             z = torch.baddbmm(bias, hidden[-1], matrix.mT)
-        delta, rate = z.softmax(-1) - target[:, own], rates[:, own]
-        deltas = [delta]
+        deltas = [z.softmax(-1) - wanted]
         for (matrix, _), activation in zip(reversed(upper), reversed(hidden), strict=True):
-            delta = (delta @ matrix) * (activation > 0)
-            deltas.append(delta)
-        deltas.reverse()
+            deltas.append(torch.bmm(deltas[-1], matrix) * (activation > 0))
+        first_delta, *upper_deltas = reversed(deltas)
         if clip_norm is not None:
-            squares = deltas[0].square().sum(-1) * products[:, number, own]
-            for delta, activation in zip(deltas[1:], hidden, strict=True):
-                squares = squares + delta.square().sum(-1) * (activation.square().sum(-1) + 1)
-            rate = rate * (clip_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0).unsqueeze(-1)
-        for (matrix, bias), delta, activation in zip(upper, deltas[1:], hidden, strict=True):
+            squares = first_delta.square().sum(-1, keepdim=True) * products[:, number, number].view(-1, 1, 1)
+            for delta, activation in zip(upper_deltas, hidden, strict=True):
+                squares += delta.square().sum(-1, keepdim=True) * (activation.square().sum(-1, keepdim=True) + 1)
+            rate = rate * (clip_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        for (matrix, bias), delta, activation in zip(upper, upper_deltas, hidden, strict=True):
             change = delta * rate
             matrix.baddbmm_(change.mT, activation)
             bias += change
-        change = torch.mul(deltas[0], rate, out=first_changes[:, own])
-        outputs.baddbmm_(products[:, :, own], change)
+        torch.mul(first_delta, rate, out=first_change)
+        outputs.baddbmm_(products[:, :, number : number + 1], first_change)
     first.baddbmm_(first_changes.mT, x)
     first_bias += first_changes.sum(1, keepdim=True)
+    for (matrix, bias), (new_matrix, new_bias) in zip(stored, upper, strict=True):
+        matrix.copy_(new_matrix)
+        bias.copy_(new_bias)
     return weights
 
 

@@ -1,0 +1,114 @@
+"""What the commands of all protocols share: options, devices, and the folders of runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from wheretolearn.continual import training as continual_training
+from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.fewshot import training as fewshot_training
+from wheretolearn.runs.folder import MAX_SEED, RunFolder, check_free
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; small networks are fastest with 1.", min=1)]
+Workers = Annotated[
+    int | None, typer.Option(help="Processes for several runs on a CPU; default: as many as there are cores.", min=1)
+]
+
+_FINISHED = {"fewshot": fewshot_training.finished, "continual": continual_training.finished}
+COMMANDS = {"fewshot": "train", "continual": "continual"}  # the command that starts runs of a protocol
+
+
+def chosen_device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        wanted: torch.device | None = torch.device(name)
+    except RuntimeError:
+        wanted = None
+    if wanted is None or wanted.type not in ("cpu", "cuda"):
+        raise ConfigError(f"there is no device called {name!r}: choose cpu, cuda or auto")
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("this machine has no GPU that PyTorch can use: choose --device cpu")
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"there is no GPU {wanted.index}: this machine has {torch.cuda.device_count()}, from cuda:0")
+    return name
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def seed_range(seed: int, seeds: int) -> range:
+    if seed + seeds - 1 > MAX_SEED:
+        raise ConfigError(f"seeds end at {MAX_SEED}: {seeds} from {seed} are too many")
+    return range(seed, seed + seeds)
+
+
+def check_protocol(preset: str, protocol: str, expected: str) -> None:
+    """Refuse a preset of another protocol, and say which command takes it."""
+    if protocol != expected:
+        known = COMMANDS.get(protocol)
+        raise ConfigError(
+            f"{preset} is a preset of the protocol {protocol}, which `{COMMANDS[expected]}` does not know"
+            + (f": use `wheretolearn {known}`" if known else "")
+        )
+
+
+def free_places(
+    run: Path | None, presets: Sequence[str | None], seeds: Sequence[int]
+) -> dict[tuple[str | None, int], Path]:
+    """Where new runs go: one into RUN itself, several into folders in it, named by preset and seed.
+
+    Where no RUN was given, each preset has runs/PRESET.
+    """
+    several = len(presets) * len(seeds) > 1
+    places = {}
+    for name in presets:
+        if run is None and name is None:
+            raise ConfigError("give a folder for the run, or a --preset, after which it is named")
+        place = run or Path("runs") / str(name)
+        if several and (place / "run.json").exists():
+            raise UserError(f"{place} is itself a run and cannot hold others: choose another folder")
+        for seed in seeds:
+            places[name, seed] = place / "-".join(filter(None, [name, f"seed{seed}"])) if several else place
+    for place in places.values():
+        check_free(place)
+    return places
+
+
+def finished(run: RunFolder) -> bool:
+    return run.protocol in _FINISHED and _FINISHED[run.protocol](run)
+
+
+def runs_in(paths: Sequence[Path], wanted: Literal["finished", "unfinished"]) -> list[RunFolder]:
+    """The runs that paths name: a run itself, or all those in a folder that are as wanted."""
+    found: dict[Path, RunFolder] = {}
+    for path in paths:
+        if (path / "run.json").exists() or not path.is_dir():
+            inside = [RunFolder.open(path)]
+        else:
+            everything = [RunFolder.open(file.parent) for file in sorted(path.glob("*/run.json"))]
+            if not everything:
+                raise UserError(f"{path} is not a run folder, and none of its folders is one")
+            inside = [run for run in everything if finished(run) == (wanted == "finished")]
+            for run in everything:
+                if run not in inside:
+                    typer.echo(f"{run.path}: {'finished' if finished(run) else 'not finished'}, left out", err=True)
+            if not inside:
+                raise UserError(f"{path} holds no run that is {wanted}")
+        found |= {run.path.resolve(): run for run in inside if run.path.resolve() not in found}
+    for run in found.values():
+        if run.protocol not in _FINISHED:
+            raise UserError(f"{run.path} is a run of the protocol {run.protocol}, which this command does not know")
+    return list(found.values())
+
+
+def labels_of(runs: Sequence[RunFolder]) -> dict[RunFolder, str]:
+    """The names of runs, or their paths where names are not enough to tell them apart."""
+    names = {run.path.name for run in runs}
+    return {run: run.path.name if len(names) == len(runs) else str(run.path) for run in runs}

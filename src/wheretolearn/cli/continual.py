@@ -1,0 +1,134 @@
+"""``wheretolearn continual``: learn a stream of tasks, one after another, and see what is kept."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from wheretolearn.cli.common import (
+    Device,
+    Workers,
+    check_protocol,
+    chosen_device,
+    free_places,
+    labels_of,
+    seed_range,
+    set_threads,
+)
+from wheretolearn.cli.progress import TrainingBars, announce_stop, progress_bar
+from wheretolearn.config import from_dict, merge, parse_overrides, to_dict
+from wheretolearn.continual.config import ContinualConfig
+from wheretolearn.continual.learners.make import make_learner
+from wheretolearn.continual.problem import Problem
+from wheretolearn.continual.records import (
+    by_settings,
+    check_recordable,
+    measures,
+    name_of,
+    paper_numbers,
+    result_records,
+)
+from wheretolearn.continual.training import Report, finished, settings_of, train_together
+from wheretolearn.continual.worker import train_in_processes
+from wheretolearn.data.load import load_set
+from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.fewshot.records import check_savable, save_records
+from wheretolearn.presets import Paper, Scale, load_preset, scale_named
+from wheretolearn.runs.folder import MAX_SEED, RunFolder
+from wheretolearn.runs.results import ResultRecord
+
+MOST_BARS = 12  # with more runs there is one bar per preset
+
+
+def continual(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Folder for the run, new or empty; for several runs: the folder that holds theirs. "
+            "Default: runs/PRESET.",
+        ),
+    ] = None,
+    presets: Annotated[
+        list[str] | None,
+        typer.Option("--preset", help="Start from this preset, or several; see `wheretolearn presets table5`."),
+    ] = None,
+    scale: Annotated[str, typer.Option(help="paper, or quick: a small version of the preset for a laptop.")] = "paper",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Change a setting: KEY=VALUE, as often as needed; see `wheretolearn settings continual`."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random, or the first one.", min=0, max=MAX_SEED)] = 0,
+    seeds: Annotated[int, typer.Option(help="Do this many runs of each preset, with seeds in a row.", min=1)] = 1,
+    device: Device = "auto",
+    workers: Workers = None,
+    record: Annotated[Path | None, typer.Option(help="Write result records to this folder.")] = None,
+) -> None:
+    """Learn tasks one after another, each example seen once, and measure what is retained of all of them.
+
+    RA is the mean accuracy on all tasks at the end; BTI how much the accuracy on a task changed since it was learned.
+    Stop with Ctrl-C at any time; `resume` goes on exactly. Several presets or seeds learn side by side, in folders
+    named by preset and seed: on a GPU in one program, on a CPU in processes of one thread.
+    """
+    chosen_scale = scale_named(scale)
+    numbers = seed_range(seed, seeds)
+    device = chosen_device(device)
+    names: list[str | None] = [*dict.fromkeys(presets or [])] or [None]
+    if record is not None and names == [None]:
+        raise ConfigError("--record names results after their presets: give a --preset")
+    configs = {name: _config(name, chosen_scale, overrides or []) for name in names}
+    places = free_places(run, names, numbers)
+    for config in configs.values():
+        _check(config, numbers)
+    if record is not None:
+        check_savable([_planned(str(name), scale, numbers) for name in names], record)
+    with ExitStack() as folders:
+        runs = [
+            folders.enter_context(
+                RunFolder.create(place, to_dict(configs[name]), number, "continual", name, scale if name else None)
+            )
+            for (name, number), place in places.items()
+        ]
+        take_to_the_end(runs, device, workers)
+        if record is not None:
+            _save(result_records(runs), record)
+
+
+def take_to_the_end(
+    runs: Sequence[RunFolder], device: str, workers: int | None = None, threads: int | None = None
+) -> None:
+    """Take runs to their ends, from their last checkpoints where they have any, and print what they measured."""
+    try:
+        with _bars(runs) as (bars, report):
+            if device == "cpu" and len(runs) > 1:
+                train_in_processes(
+                    runs, report, workers=workers, threads=threads, on_stop=announce_stop, notify=bars.note
+                )
+            else:
+                set_threads(threads or 1)
+                train_together(runs, report, device=device, notify=bars.note, on_stop=announce_stop)
+    finally:  # also where others failed or were stopped
+        _print_results([run for run in runs if finished(run)])
+
+
+def evaluate(
+    runs: Sequence[RunFolder], refused: Sequence[str], preset_name: str | None, record: Path | None
+) -> None:
+    """Show, and record, what runs measured while they learned; ``refused`` are options that mean nothing here."""
+    if refused:
+        raise ConfigError(f"{', '.join(refused)}: not for continual runs, which are measured while they learn")
+    for run in runs:
+        if not finished(run):
+            raise UserError(f"{run.path} is not finished: go on with `wheretolearn resume {run.path}`")
+    planned = check_recordable(runs, preset_name) if record is not None else []
+    if record is not None:
+        check_savable(planned, record)
+    _print_results(runs, preset_name)
+    if record is not None:
+        _save(result_records(runs, preset_name), record)

@@ -1,0 +1,112 @@
+"""``wheretolearn figures``: draw what continual runs measured."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from wheretolearn.report.continual import ContinualRun, Group
+
+
+def figures(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folder of a continual run, or a folder of such runs.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", help="Folder for the figures; default: `figures` in the folder that all runs share."
+        ),
+    ] = None,
+) -> None:
+    """Draw accuracy and sparsity of continual runs as SVG, each with its data as CSV.
+
+    Runs that differ in their seed only are averaged, with a band of one standard deviation. Runs that differ in one
+    setting are drawn against it as well. A run that is not finished is drawn as far as it is.
+    """
+    # Here, so that other commands do not wait for matplotlib.
+    from wheretolearn.report import continual
+
+    folder = _common_folder(paths) / "figures" if out is None else out
+    runs = [continual.read_run(run) for run in _runs_in(paths)]
+    begun = [run for run in runs if run.tasks_learned or run.sparsity]
+    for run in runs:
+        _tell_unfinished(run, run in begun)
+    if not begun:
+        raise UserError("nothing to draw yet: none of these runs has measured anything")
+    groups = continual.group_runs(begun)
+    drawings = continual.draw(groups)
+    if len(groups) > 1:
+        try:
+            drawings.append(continual.sweep(groups))
+        except ConfigError as error:
+            typer.echo(f"note: no sweep is drawn: {error}", err=True)
+    for group in groups:
+        if not any(run.sparsity for run in group.runs):
+            typer.echo(f"note: no sparsity is drawn of {_name(group)}, whose weights can all change", err=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot keep figures in {folder}: {error.strerror}; choose another folder with -o") from error
+    for drawing in drawings:
+        for path in continual.save(drawing, folder):
+            typer.echo(f"wrote {path}")
+
+
+def _tell_unfinished(run: "ContinualRun", begun: bool) -> None:
+    if not begun:
+        typer.echo(f"note: {run.folder.path} has measured nothing yet and is left out", err=True)
+    elif run.result is None:
+        total = f" of {len(run.matrix)}" if len(run.matrix) else ""
+        typer.echo(
+            f"note: {run.folder.path} is not finished: drawn as far as it is, {run.tasks_learned}{total} tasks learned",
+            err=True,
+        )
+
+
+def _name(group: "Group") -> str:
+    return group.label or group.config.learner
+
+
+def _runs_in(paths: Sequence[Path]) -> list[RunFolder]:
+    """The continual runs that paths name: a run itself, or all those in a folder."""
+    found: dict[Path, RunFolder] = {}
+    for path in paths:
+        if (path / "run.json").exists():
+            inside = [RunFolder.open(path)]
+        elif not path.is_dir():
+            raise UserError(f"there is no folder {path}")
+        else:
+            everything = [RunFolder.open(file.parent) for file in sorted(path.glob("*/run.json"))]
+            if not everything:
+                raise UserError(f"{path} is not a run folder, and none of its folders is one")
+            inside = [run for run in everything if run.protocol == "continual"] or everything[:1]
+            for run in everything:
+                if run not in inside and run.protocol != "continual":
+                    typer.echo(f"note: {run.path} is a run of the protocol {run.protocol}, left out", err=True)
+        for run in inside:
+            if run.protocol != "continual":
+                raise UserError(
+                    f"{run.path} is a run of the protocol {run.protocol}: for now, `figures` draws continual runs only"
+                )
+            found.setdefault(run.path.resolve(), run)
+    return list(found.values())
+
+
+def _common_folder(paths: Sequence[Path]) -> Path:
+    if len(paths) == 1:
+        return paths[0]
+    try:
+        common = Path(os.path.commonpath([path.absolute() for path in paths]))
+    except ValueError:  # on different drives
+        common = Path("/")
+    if common == common.parent:
+        raise UserError("these runs have no folder in common: choose one for the figures with -o")
+    here = Path.cwd()
+    return common.relative_to(here) if common.is_relative_to(here) else common

@@ -1,0 +1,136 @@
+"""What finished continual runs measured, and result records of it: one for each number of a preset, over its seeds."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from wheretolearn.config import from_dict, to_dict, toml_text
+from wheretolearn.continual.config import ContinualConfig
+from wheretolearn.continual.training import result, settings_of
+from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.fewshot.records import check_seeds, preset_of
+from wheretolearn.presets import Paper, Preset
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.results import ResultRecord, measured
+
+# How a run was watched. Whatever else differs from the preset makes another experiment than the paper's.
+INCIDENTAL = {"matrix_images", "log_every", "checkpoint_every"}
+
+
+def measures(run: RunFolder) -> dict[str, float]:
+    """Every number of a finished run, in percent."""
+    found = result(run)
+    try:
+        shares = {"RA": found["ra"], "BTI": found["bti"]}
+        if "sparsity" in found:
+            shares["sparsity"] = found["sparsity"]
+            shares |= {f"sparsity of {name}": share for name, share in found["sparsity_by_tensor"].items()}
+        shares["forward transfer"] = found["forward_transfer"]
+        return {name: 100 * float(share) for name, share in shares.items()}
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"{run.path / 'result.json'} is damaged: it lacks what was measured") from None
+
+
+def by_settings(runs: Sequence[RunFolder]) -> Iterator[list[RunFolder]]:
+    """Runs that differ in nothing but their seeds."""
+    groups: dict[tuple[str | None, str | None, ContinualConfig], list[RunFolder]] = {}
+    for run in runs:
+        groups.setdefault((run.preset, run.scale, settings_of(run)), []).append(run)
+    yield from groups.values()
+
+
+def name_of(run: RunFolder, preset_name: str | None = None) -> str | None:
+    """The name of the records of a run; None where no preset is known."""
+    name, scale = preset_name or run.preset, run.scale or "paper"
+    return name if name is None or scale == "paper" else f"{name} at {scale} scale"
+
+
+def paper_numbers(run: RunFolder, preset_name: str | None = None) -> dict[str, Paper]:
+    """By measure, what the paper reports of this very experiment."""
+    preset = _continual_preset(run, preset_name)
+    if preset is None or (run.scale or "paper") != "paper" or not _differences(preset, run).keys() <= INCIDENTAL:
+        return {}
+    return ({} if preset.paper is None else {preset.measure: preset.paper}) | preset.also
+
+
+def check_recordable(runs: Sequence[RunFolder], preset_name: str | None = None) -> list[ResultRecord]:
+    """Empty records of runs that are to be recorded together, or an error that says what is in the way."""
+    planned = []
+    by_name: dict[str, list[RunFolder]] = {}
+    for run in runs:
+        name = name_of(run, preset_name)
+        if name is None:
+            raise UserError(f"{run.path} does not say which preset it came from: give --preset-name")
+        by_name.setdefault(name, []).append(run)
+    for name, alike in by_name.items():
+        first = alike[0]
+        _continual_preset(first, preset_name)
+        for run in alike:
+            changed = [key for key, value in to_dict(settings_of(run)).items() if value != first.config.get(key)]
+            if changed:
+                raise ConfigError(f"{first.path} and {run.path} differ in {', '.join(changed)}: record them apart")
+        check_seeds(alike)
+        seeds = tuple(run.seed for run in alike)
+        planned.append(ResultRecord(name=name, metric="RA", values=(0.0,) * len(seeds), seeds=seeds))
+    return planned
+
+
+def result_records(runs: Sequence[RunFolder], preset_name: str | None = None) -> list[ResultRecord]:
+    """The records of finished runs. ``preset_name`` names the preset of runs that do not know it, or another cell."""
+    records = []
+    for planned in check_recordable(runs, preset_name):
+        alike = [run for run in runs if name_of(run, preset_name) == planned.name]
+        found = {run.seed: measures(run) for run in alike}
+        for metric in next(iter(found.values())):
+            values = {seed: own[metric] for seed, own in found.items()}
+            records.append(_record(planned.name, metric, values, alike, preset_name))
+    return records
+
+
+def _record(
+    name: str, metric: str, values: dict[int, float], runs: Sequence[RunFolder], preset_name: str | None
+) -> ResultRecord:
+    """Hardware, commit and versions are those of training, which measures as it goes."""
+    first, results = runs[0], [result(run) for run in runs]
+    paper = paper_numbers(first, preset_name).get(metric)
+    notes = [f"the paper's number: {paper.note}"] if paper is not None and paper.note else []
+    preset = _continual_preset(first, preset_name)
+    if preset is not None and (changed := _differences(preset, first)):
+        notes.append("differs from the preset: " + ", ".join(changed.values()))
+    if metric == "forward transfer":
+        notes.append(f"on the first {settings_of(first).matrix_images} test images of each task")
+    at_once = sorted({int(found["runs_at_once"]) for found in results})
+    time = f"{' or '.join(map(str, at_once))} at once in one process" if at_once != [1] else "alone in its process"
+    notes.append(f"time of one run{' (mean)' if len(runs) > 1 else ''}, {time}")
+    commits = list(dict.fromkeys(run.info.get("commit") for run in runs))
+    notes += [f"trained at commits {' and '.join(map(str, commits))}"] if len(commits) > 1 else []
+    record = measured(
+        name,
+        metric,
+        values,
+        wall_seconds=statistics.fmean(found["seconds"] for found in results),
+        config=first.config,
+        paper_value=None if paper is None else paper.value,
+        paper_std=None if paper is None else paper.std,
+        notes="; ".join(notes),
+    )
+    return replace(
+        record,
+        hardware=" / ".join(dict.fromkeys(str(run.info.get("hardware", "unknown")) for run in runs)),
+        commit=commits[0],
+        versions=dict(first.info.get("versions", {})),
+    )
+
+
+def _continual_preset(run: RunFolder, name: str | None) -> Preset | None:
+    preset = preset_of(run, name)
+    if preset is not None and preset.protocol != "continual":
+        raise ConfigError(f"{preset.name} is a preset of the protocol {preset.protocol}, but {run.path} is continual")
+    return preset
+
+
+def _differences(preset: Preset, run: RunFolder) -> dict[str, str]:
+    """The settings of a run that differ from its preset's, each with NAME=VALUE as found."""
+    wanted = to_dict(from_dict(ContinualConfig, preset.settings, where=f"preset {preset.name}"))
+    found = to_dict(settings_of(run))
+    return {name: f"{name}={toml_text(value)}" for name, value in found.items() if value != wanted[name]}

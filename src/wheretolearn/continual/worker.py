@@ -1,0 +1,101 @@
+"""Continual runs on a CPU: lanes of equal settings, shared out over processes of one thread each."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wheretolearn.continual.config import ContinualConfig
+from wheretolearn.continual.training import BY_LANE, Report, finished, lane_groups, settings_of, train_together
+from wheretolearn.errors import Stopped, UserError
+from wheretolearn.runs import environment
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.workers import Teller, run_workers, work
+
+
+def train_in_processes(
+    runs: Sequence[RunFolder],
+    report: Report,
+    *,
+    workers: int | None = None,
+    threads: int | None = None,
+    on_stop: Callable[[], None] | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> None:
+    """Like ``train_together``, with ``workers`` processes; by default as many as there are cores."""
+    at_once = workers or environment.cores()
+    for run in runs:
+        run.lock()  # until its worker takes over: nobody else shall train a run that waits
+    shares = {_name(share): share for share in share_out([run for run in runs if not finished(run)], at_once)}
+    by_path = {str(run.path): run for run in runs}
+
+    def update(name: str, step: int, values: Mapping[str, Any]) -> None:
+        told = dict(values)
+        one = told.pop("run", None)  # news are of one run; without news, all lanes of a process made this step
+        for run in shares[name] if one is None else [by_path[one]]:
+            report(run, step, told)
+
+    def let_go(name: str) -> None:
+        for run in shares[name]:
+            run.close()
+
+    outcome = run_workers(
+        {name: ["wheretolearn.continual.worker", *(str(run.path) for run in share)] for name, share in shares.items()},
+        at_once=at_once,
+        threads=threads or 1,
+        update=update,
+        notify=notify,
+        on_stop=on_stop,
+        on_start=let_go,
+    )
+    for run in runs:
+        run.close()
+    failed = [f"{name}: {error}" for name, error in outcome.failed.items()]
+    if outcome.stopped:
+        left = [str(run.path) for name in outcome.stopped for run in shares[name] if not finished(run)]
+        message = f"stopped {len(left)} runs and saved them; go on with `{shlex.join(['wheretolearn', 'resume', *left])}`"
+        raise Stopped("\n".join([message, *failed]))
+    if failed:
+        first: UserError = next(iter(outcome.failed.values()))
+        count = sum(not finished(run) for name in outcome.failed for run in shares[name])
+        raise type(first)("\n".join([f"{count} of {len(runs)} runs failed:", *failed]))
+
+
+def share_out(runs: Sequence[RunFolder], processes: int) -> list[list[RunFolder]]:
+    """The runs of each process: lanes of equal settings in as many even parts as there are processes.
+
+    Lanes that are not equally far, as after a stop, go apart; otherwise resumed runs share as they did before.
+    """
+    kinds: dict[ContinualConfig, list[RunFolder]] = {}
+    for run in runs:
+        kinds.setdefault(replace(settings_of(run), **dict.fromkeys(BY_LANE, 1.0)), []).append(run)
+    shares = []
+    for alike in kinds.values():
+        most = -(-len(alike) // processes)
+        for group in lane_groups(alike):
+            parts = -(-len(group) // most)
+            borders = [round(part * len(group) / parts) for part in range(parts + 1)]
+            shares += [group[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    return sorted(shares, key=len, reverse=True)  # the longest first, so that no process is left alone with one
+
+
+def _name(runs: Sequence[RunFolder]) -> str:
+    return ", ".join(str(run.path) for run in runs)
+
+
+def _train(paths: Sequence[Path], teller: Teller) -> None:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+    def report(run: RunFolder, step: int, values: Mapping[str, Any]) -> None:
+        teller.tell_step(step, {**values, "run": str(run.path)} if values else {})
+
+    train_together([RunFolder.open(path) for path in paths], report, notify=teller.tell_note)
+
+
+if __name__ == "__main__":
+    work(lambda teller: _train([Path(path) for path in sys.argv[1:]], teller))

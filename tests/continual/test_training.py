@@ -1,0 +1,131 @@
+"""Runs side by side: as good as alone, exact after a stop."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from wheretolearn.config import to_dict
+from wheretolearn.continual import training
+from wheretolearn.continual.config import ContinualConfig
+from wheretolearn.continual.metrics import backward_transfer, forward_transfer, retained_accuracy
+from wheretolearn.errors import NonFiniteError
+from wheretolearn.runs import checkpoint
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.storage import load_weights
+
+QUICK = {
+    "problem": "rotations", "tasks": 3, "examples": 60, "classes": 5, "batch": 10, "width": 12, "glances": 2,
+    "memory": 20, "matrix_images": 10, "log_every": 2, "checkpoint_every": 4,
+}  # fmt: skip
+LEARNERS = ["sgd", "er", "mer", "gem", "la-maml", "sparse-la-maml", "sparse-relu-la-maml"]
+
+
+@pytest.fixture
+def new_run(tmp_path):
+    with ExitStack() as open_runs:
+
+        def make(name, seed, **settings):
+            config = ContinualConfig(**{**QUICK, **settings})
+            return open_runs.enter_context(RunFolder.create(tmp_path / name, to_dict(config), seed, "continual"))
+
+        yield make
+
+
+def outcome(run):
+    """All that a finished run leaves, but for times."""
+    weights, _ = load_weights(run.path / "model.safetensors")
+    measured = {name: value for name, value in training.result(run).items() if name not in ("seconds", "runs_at_once")}
+    logged = [{k: v for k, v in record.items() if k != "elapsed_seconds"} for record in run.metrics()]
+    return weights, measured, logged
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_lanes_equal_separate_runs(new_run, learner):
+    together = [new_run(f"both{seed}", seed, learner=learner, lr=lr) for seed, lr in ((4, 0.05), (9, 0.1))]
+    training.train_together(together)
+    for run in together:
+        alone = new_run(f"alone{run.seed}", run.seed, learner=learner, lr=run.config["lr"])
+        training.train_together([alone])
+        (weights, measured, _), (expected, expected_measured, _) = outcome(run), outcome(alone)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+        assert measured["ra"] == pytest.approx(expected_measured["ra"], abs=0.05)
+        assert (run.path / "model.safetensors").exists()
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_a_run_cut_off_in_mid_task_goes_on_bit_for_bit(new_run, learner):
+    whole = [new_run(f"whole{seed}", seed, learner=learner) for seed in (0, 1)]
+    training.train_together(whole)
+    cut = [new_run(f"cut{seed}", seed, learner=learner) for seed in (0, 1)]
+
+    def interrupt(run, step, values):
+        if step == 10:  # two batches after a checkpoint, in the middle of the second task
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        training.train_together(cut, interrupt)
+    assert not training.finished(cut[0])
+    assert checkpoint.load_latest(cut[0]).step == 8
+    for run in cut:
+        run.close()
+    again = [RunFolder.open(run.path) for run in cut]
+    training.train_together(again)
+    for run, expected in zip(again, whole, strict=True):
+        run.close()
+        found, reference = outcome(run), outcome(expected)
+        assert found[1:] == reference[1:]
+        for name, value in reference[0].items():
+            assert torch.equal(found[0][name], value)
+        one, two = (checkpoint.load_latest(r).state["learner"] for r in (run, expected))
+        assert one.keys() == two.keys()
+        for name, value in two.items():
+            assert torch.equal(one[name], value), name
+
+
+def test_what_is_written(new_run):
+    run = new_run("run", 1, learner="sparse-la-maml", width=64, glances=5)
+    training.train_together([run])
+    records = run.metrics()
+    ends = [record for record in records if "task" in record]
+    assert [record["task"] for record in ends] == [0, 1, 2]
+    assert [record["step"] for record in ends] == [6, 12, 18]
+    assert all(len(record["accuracies"]) == 3 for record in ends)
+    assert [r["step"] for r in records] == sorted({*range(2, 19, 2), 6, 12, 18})
+    measured = training.result(run)
+    assert 0 < measured["sparsity"] < 1
+    assert set(measured["sparsity_by_tensor"]) == {
+        f"{layer}.{part}" for layer in ("layer1", "layer2", "head") for part in ("weight", "bias")
+    }
+    matrix = torch.tensor(measured["accuracy_matrix"], dtype=torch.float64)
+    assert measured["ra"] == pytest.approx(matrix[-1].mean().item())
+    assert measured["bti"] == pytest.approx((matrix[-1] - matrix.diagonal()).mean().item())
+    assert measured["ra"] > 0.4  # chance is 0.2
+    assert [record["accuracies"] for record in ends] == [pytest.approx(row) for row in measured["accuracy_matrix"]]
+
+
+def test_runs_that_learn_differently_are_not_lanes_of_one_program(new_run):
+    runs = [
+        new_run("a", 0, lr=0.1), new_run("b", 1, lr=0.2),
+        new_run("c", 0, glances=1), new_run("d", 0, learner="sgd"),
+    ]  # fmt: skip
+    assert [[run.path.name for run in group] for group in training.lane_groups(runs)] == [["a", "b"], ["c"], ["d"]]
+
+
+def test_a_run_that_diverges_says_so(new_run):
+    run = new_run("run", 0, learner="sgd", lr=1e30)
+    with pytest.raises(NonFiniteError, match="not finite"):
+        training.train_together([run])
+
+
+def test_metrics_by_hand():
+    matrix = torch.tensor([[0.9, 0.2, 0.1], [0.7, 0.8, 0.3], [0.6, 0.5, 0.9]])
+    assert retained_accuracy(matrix) == pytest.approx(2.0 / 3)
+    assert backward_transfer(matrix) == pytest.approx((-0.3 - 0.3 + 0.0) / 3)
+    assert forward_transfer(matrix, torch.tensor([0.1, 0.1, 0.1])) == pytest.approx((0.1 + 0.2) / 2)
+    assert forward_transfer(matrix[:1, :1], torch.tensor([0.1])) == 0
