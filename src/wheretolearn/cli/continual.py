@@ -1,7 +1,7 @@
 """``wheretolearn continual``: learn a stream of tasks, one after another, and see what is kept."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,13 +27,13 @@ from wheretolearn.continual.learners.make import make_learner
 from wheretolearn.continual.problem import Problem
 from wheretolearn.continual.records import (
     by_settings,
-    check_recordable,
     measures,
-    name_of,
     paper_numbers,
+    planned_record,
+    record_name,
     result_records,
 )
-from wheretolearn.continual.training import Report, finished, settings_of, train_together
+from wheretolearn.continual.training import finished, settings_of, train_together
 from wheretolearn.continual.worker import train_in_processes
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import ConfigError, UserError
@@ -80,14 +80,14 @@ def continual(
     numbers = seed_range(seed, seeds)
     device = chosen_device(device)
     names: list[str | None] = [*dict.fromkeys(presets or [])] or [None]
-    if record is not None and names == [None]:
+    if record is not None and not presets:
         raise ConfigError("--record names results after their presets: give a --preset")
     configs = {name: _config(name, chosen_scale, overrides or []) for name in names}
     places = free_places(run, names, numbers)
     for config in configs.values():
         _check(config, numbers)
     if record is not None:
-        check_savable([_planned(str(name), scale, numbers) for name in names], record)
+        check_savable([planned_record(name, scale, numbers) for name in names if name is not None], record)
     with ExitStack() as folders:
         runs = [
             folders.enter_context(
@@ -105,30 +105,109 @@ def take_to_the_end(
 ) -> None:
     """Take runs to their ends, from their last checkpoints where they have any, and print what they measured."""
     try:
-        with _bars(runs) as (bars, report):
+        progress = _Progress(runs)
+        with progress.bars as bars:
             if device == "cpu" and len(runs) > 1:
                 train_in_processes(
-                    runs, report, workers=workers, threads=threads, on_stop=announce_stop, notify=bars.note
+                    runs, progress.report, workers=workers, threads=threads, on_stop=announce_stop, notify=bars.note
                 )
             else:
                 set_threads(threads or 1)
-                train_together(runs, report, device=device, notify=bars.note, on_stop=announce_stop)
+                train_together(runs, progress.report, device=device, notify=bars.note, on_stop=announce_stop)
     finally:  # also where others failed or were stopped
         _print_results([run for run in runs if finished(run)])
 
 
-def evaluate(
-    runs: Sequence[RunFolder], refused: Sequence[str], preset_name: str | None, record: Path | None
-) -> None:
+def evaluate(runs: Sequence[RunFolder], refused: Sequence[str], preset_name: str | None, record: Path | None) -> None:
     """Show, and record, what runs measured while they learned; ``refused`` are options that mean nothing here."""
     if refused:
         raise ConfigError(f"{', '.join(refused)}: not for continual runs, which are measured while they learn")
     for run in runs:
         if not finished(run):
             raise UserError(f"{run.path} is not finished: go on with `wheretolearn resume {run.path}`")
-    planned = check_recordable(runs, preset_name) if record is not None else []
+    records = [] if record is None else result_records(runs, preset_name)
     if record is not None:
-        check_savable(planned, record)
+        check_savable(records, record)
     _print_results(runs, preset_name)
     if record is not None:
-        _save(result_records(runs, preset_name), record)
+        _save(records, record)
+
+
+def _config(preset: str | None, scale: Scale, overrides: Sequence[str]) -> ContinualConfig:
+    own = parse_overrides(overrides)
+    if preset is None:
+        return from_dict(ContinualConfig, own, where="settings")
+    loaded = load_preset(preset, scale=scale)
+    check_protocol(preset, loaded.protocol, "continual")
+    return from_dict(ContinualConfig, merge(loaded.settings, own), where=f"preset {preset} with --set")
+
+
+def _check(config: ContinualConfig, seeds: Sequence[int]) -> None:
+    """Whatever cannot be built must fail before a folder holds a run that can never start."""
+    with progress_bar(f"preparing {config.data}") as tick:
+        load_set(config.data, tick)
+    problem = Problem(config, seeds)
+    make_learner([config], seeds[:1], problem.image_shape, problem.classes, problem.tasks)
+
+
+class _Progress:
+    """One bar per run, or per preset where there are many runs; it then shows means over runs."""
+
+    def __init__(self, runs: Sequence[RunFolder]):
+        self._latest: dict[RunFolder, dict[str, Any]] = {run: {} for run in runs}
+        self._label = labels_of(runs)
+        if len(runs) > MOST_BARS:
+            self._label = {run: run.preset or "runs" for run in runs}
+        batches: dict[ContinualConfig, int] = {}
+        totals: dict[str, int] = {}
+        for run, label in self._label.items():
+            config = settings_of(run)
+            if config not in batches:
+                batches[config] = Problem(config, [run.seed]).batches
+            totals[label] = totals.get(label, 0) + batches[config]
+        self.bars = TrainingBars(totals)
+
+    def report(self, run: RunFolder, batch: int, values: Mapping[str, Any]) -> None:
+        self._latest[run] |= {"batch": batch, **values}
+        label = self._label[run]
+        members = [own for other, own in self._latest.items() if self._label[other] == label]
+        shown: dict[str, Any] = {}
+        if "sparsity" in values:
+            shown["sparsity"] = statistics.fmean(own["sparsity"] for own in members if "sparsity" in own)
+        # The last of the members to end a task tells for all of them.
+        if "task" in values and all(own.get("task", -1) >= values["task"] for own in members):
+            shown |= {"task": values["task"], "accuracy": statistics.fmean(own["accuracy"] for own in members)}
+        self.bars.update(label, sum(own.get("batch", 0) for own in members), shown)
+
+
+def _print_results(runs: Sequence[RunFolder], preset_name: str | None = None) -> None:
+    for alike in by_settings(runs):
+        first = alike[0]
+        name = preset_name or first.preset
+        seeds = f"seed {first.seed}" if len(alike) == 1 else f"{len(alike)} seeds"
+        what = "the same settings" if name is None else record_name(name, first.scale or "paper")
+        papers: dict[str, Paper] = {}
+        with suppress(ConfigError):  # a run whose preset this version does not know has results all the same
+            papers = paper_numbers(first, preset_name)
+        table = Table()
+        for heading in ("measure", "here", "paper"):
+            table.add_column(heading, no_wrap=True, justify="left" if heading == "measure" else "right")
+        found = [measures(run) for run in alike]
+        for metric in found[0]:
+            paper = papers.get(metric)
+            values = [own[metric] for own in found]
+            std = statistics.stdev(values) if len(values) > 1 else None
+            table.add_row(
+                metric, _number(statistics.fmean(values), std), "" if paper is None else _number(paper.value, paper.std)
+            )
+        typer.echo(f"{what}, {seeds}, in %:")
+        Console().print(table)
+
+
+def _number(value: float, std: float | None) -> str:
+    return f"{value:.2f}" + ("" if std is None else f" ± {std:.2f}")
+
+
+def _save(records: Sequence[ResultRecord], folder: Path) -> None:
+    for path in save_records(records, folder):
+        typer.echo(f"recorded {path}")

@@ -75,26 +75,20 @@ def _name(group: "Group") -> str:
 
 
 def _runs_in(paths: Sequence[Path]) -> list[RunFolder]:
-    """The continual runs that paths name: a run itself, or all those in a folder."""
+    """The runs that paths name: a run itself, or all continual ones in a folder."""
     found: dict[Path, RunFolder] = {}
     for path in paths:
-        if (path / "run.json").exists():
+        if (path / "run.json").exists() or not path.is_dir():
             inside = [RunFolder.open(path)]
-        elif not path.is_dir():
-            raise UserError(f"there is no folder {path}")
         else:
             everything = [RunFolder.open(file.parent) for file in sorted(path.glob("*/run.json"))]
             if not everything:
                 raise UserError(f"{path} is not a run folder, and none of its folders is one")
-            inside = [run for run in everything if run.protocol == "continual"] or everything[:1]
+            inside = [run for run in everything if run.protocol == "continual"] or everything
             for run in everything:
-                if run not in inside and run.protocol != "continual":
+                if run not in inside:
                     typer.echo(f"note: {run.path} is a run of the protocol {run.protocol}, left out", err=True)
         for run in inside:
-            if run.protocol != "continual":
-                raise UserError(
-                    f"{run.path} is a run of the protocol {run.protocol}: for now, `figures` draws continual runs only"
-                )
             found.setdefault(run.path.resolve(), run)
     return list(found.values())
 

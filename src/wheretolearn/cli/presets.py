@@ -7,9 +7,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from wheretolearn.cli.common import COMMANDS
 from wheretolearn.config import describe, from_dict, to_dict, toml_text
+from wheretolearn.continual.config import ContinualConfig
+from wheretolearn.errors import ConfigError
 from wheretolearn.fewshot.config import FewShotConfig
-from wheretolearn.presets import Preset, list_presets, load_preset, scale_named
+from wheretolearn.presets import Paper, Preset, list_presets, load_preset, scale_named
+
+SETTINGS: dict[str, type] = {"fewshot": FewShotConfig, "continual": ContinualConfig}
 
 
 def complete_preset(beginning: str) -> list[str]:
@@ -38,7 +43,9 @@ def presets(
 
 def _list(chosen: list[Preset]) -> None:
     console = Console()
-    console.print("Presets, for `wheretolearn train RUN --preset NAME`; `wheretolearn presets NAME` shows one.")
+    commands = dict.fromkeys(COMMANDS[preset.protocol] for preset in chosen if preset.protocol in COMMANDS)
+    starts = " or ".join(f"`wheretolearn {command} RUN --preset NAME`" for command in commands)
+    console.print(f"Presets, for {starts}; `wheretolearn presets NAME` shows one.")
     for group, members in groupby(chosen, key=lambda preset: preset.name.partition(".")[0]):
         table = Table(title=group, title_justify="left", title_style="bold")
         for heading in ("name", "about", "paper"):
@@ -53,6 +60,7 @@ def _show(preset: Preset) -> None:
     where = {key: value for key, value in to_dict(preset.evaluate).items() if value is not None}
     facts = {
         "paper": f"{_paper(preset)} in {preset.paper.table}" if preset.paper else "",
+        "also in the paper": ", ".join(f"{measure} {_number(number)}" for measure, number in preset.also.items()),
         "measures": preset.measure + "".join(f", {key} {value}" for key, value in where.items()),
         "paper's number": preset.paper.note if preset.paper else "",
         "starts from": f"a finished run of {preset.after}" if preset.after else "",
@@ -60,8 +68,9 @@ def _show(preset: Preset) -> None:
     table = Table(title=f"{preset.name}: {preset.about}", title_justify="left")
     for heading in ("setting", "value", "meaning"):
         table.add_column(heading, no_wrap=heading == "setting")
-    values = to_dict(from_dict(FewShotConfig, preset.settings, where=f"preset {preset.name}"))
-    for row in describe(FewShotConfig):
+    kind = SETTINGS[preset.protocol]
+    values = to_dict(from_dict(kind, preset.settings, where=f"preset {preset.name}"))
+    for row in describe(kind):
         style = "bold" if row.key in preset.settings else None
         table.add_row(row.key, toml_text(values[row.key]), row.help, style=style)
     console.print(table)
@@ -71,16 +80,23 @@ def _show(preset: Preset) -> None:
 
 
 def _paper(preset: Preset) -> str:
-    if preset.paper is None:
-        return ""
-    return f"{preset.paper.value:g}" + ("" if preset.paper.std is None else f" +- {preset.paper.std:g}")
+    return "" if preset.paper is None else _number(preset.paper)
 
 
-def settings() -> None:
+def _number(number: Paper) -> str:
+    return f"{number.value:g}" + ("" if number.std is None else f" +- {number.std:g}")
+
+
+def settings(
+    protocol: Annotated[str, typer.Argument(help="fewshot, or continual.")] = "fewshot",
+) -> None:
     """List every setting that a preset or --set can change, with its default."""
-    table = Table(title="Settings of `wheretolearn train` (--set NAME=VALUE)", title_justify="left")
+    if protocol not in SETTINGS:
+        raise ConfigError(f"there are no settings of {protocol!r}: choose {' or '.join(SETTINGS)}")
+    title = f"Settings of `wheretolearn {COMMANDS[protocol]}` (--set NAME=VALUE)"
+    table = Table(title=title, title_justify="left")
     for heading in ("setting", "type", "default", "meaning"):
         table.add_column(heading, no_wrap=heading == "setting")
-    for row in describe(FewShotConfig):
+    for row in describe(SETTINGS[protocol]):
         table.add_row(row.key, row.type, row.default, row.help)
     Console().print(table)

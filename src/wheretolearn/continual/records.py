@@ -39,51 +39,50 @@ def by_settings(runs: Sequence[RunFolder]) -> Iterator[list[RunFolder]]:
     yield from groups.values()
 
 
-def name_of(run: RunFolder, preset_name: str | None = None) -> str | None:
-    """The name of the records of a run; None where no preset is known."""
-    name, scale = preset_name or run.preset, run.scale or "paper"
-    return name if name is None or scale == "paper" else f"{name} at {scale} scale"
+def record_name(preset: str, scale: str) -> str:
+    return preset if scale == "paper" else f"{preset} at {scale} scale"
+
+
+def planned_record(preset: str, scale: str, seeds: Sequence[int]) -> ResultRecord:
+    """Stands for the records of runs that are still to be measured, to see whether they can be saved."""
+    values = (0.0,) * len(seeds)
+    return ResultRecord(name=record_name(preset, scale), metric="RA", values=values, seeds=tuple(seeds))
 
 
 def paper_numbers(run: RunFolder, preset_name: str | None = None) -> dict[str, Paper]:
     """By measure, what the paper reports of this very experiment."""
     preset = _continual_preset(run, preset_name)
-    if preset is None or (run.scale or "paper") != "paper" or not _differences(preset, run).keys() <= INCIDENTAL:
+    if preset is None or (run.scale or "paper") != "paper" or not _changed(run, preset).keys() <= INCIDENTAL:
         return {}
     return ({} if preset.paper is None else {preset.measure: preset.paper}) | preset.also
 
 
-def check_recordable(runs: Sequence[RunFolder], preset_name: str | None = None) -> list[ResultRecord]:
-    """Empty records of runs that are to be recorded together, or an error that says what is in the way."""
-    planned = []
-    by_name: dict[str, list[RunFolder]] = {}
+def recordable(runs: Sequence[RunFolder], preset_name: str | None = None) -> dict[tuple[str, str], list[RunFolder]]:
+    """By preset and scale, the runs whose results make one record; or an error that says why they cannot."""
+    groups: dict[tuple[str, str], list[RunFolder]] = {}
     for run in runs:
-        name = name_of(run, preset_name)
-        if name is None:
+        preset = _continual_preset(run, preset_name)
+        if preset is None:
             raise UserError(f"{run.path} does not say which preset it came from: give --preset-name")
-        by_name.setdefault(name, []).append(run)
-    for name, alike in by_name.items():
+        groups.setdefault((preset.name, run.scale or "paper"), []).append(run)
+    for alike in groups.values():
         first = alike[0]
-        _continual_preset(first, preset_name)
         for run in alike:
-            changed = [key for key, value in to_dict(settings_of(run)).items() if value != first.config.get(key)]
+            changed = _differences(settings_of(first), settings_of(run)).values()
             if changed:
                 raise ConfigError(f"{first.path} and {run.path} differ in {', '.join(changed)}: record them apart")
         check_seeds(alike)
-        seeds = tuple(run.seed for run in alike)
-        planned.append(ResultRecord(name=name, metric="RA", values=(0.0,) * len(seeds), seeds=seeds))
-    return planned
+    return groups
 
 
 def result_records(runs: Sequence[RunFolder], preset_name: str | None = None) -> list[ResultRecord]:
     """The records of finished runs. ``preset_name`` names the preset of runs that do not know it, or another cell."""
     records = []
-    for planned in check_recordable(runs, preset_name):
-        alike = [run for run in runs if name_of(run, preset_name) == planned.name]
+    for (preset, scale), alike in recordable(runs, preset_name).items():
         found = {run.seed: measures(run) for run in alike}
         for metric in next(iter(found.values())):
             values = {seed: own[metric] for seed, own in found.items()}
-            records.append(_record(planned.name, metric, values, alike, preset_name))
+            records.append(_record(record_name(preset, scale), metric, values, alike, preset_name))
     return records
 
 
@@ -94,8 +93,7 @@ def _record(
     first, results = runs[0], [result(run) for run in runs]
     paper = paper_numbers(first, preset_name).get(metric)
     notes = [f"the paper's number: {paper.note}"] if paper is not None and paper.note else []
-    preset = _continual_preset(first, preset_name)
-    if preset is not None and (changed := _differences(preset, first)):
+    if changed := _changed(first, _continual_preset(first, preset_name)):
         notes.append("differs from the preset: " + ", ".join(changed.values()))
     if metric == "forward transfer":
         notes.append(f"on the first {settings_of(first).matrix_images} test images of each task")
@@ -129,8 +127,15 @@ def _continual_preset(run: RunFolder, name: str | None) -> Preset | None:
     return preset
 
 
-def _differences(preset: Preset, run: RunFolder) -> dict[str, str]:
-    """The settings of a run that differ from its preset's, each with NAME=VALUE as found."""
-    wanted = to_dict(from_dict(ContinualConfig, preset.settings, where=f"preset {preset.name}"))
-    found = to_dict(settings_of(run))
-    return {name: f"{name}={toml_text(value)}" for name, value in found.items() if value != wanted[name]}
+def _changed(run: RunFolder, preset: Preset | None) -> dict[str, str]:
+    """The settings of a run that differ from its preset's."""
+    if preset is None:
+        return {}
+    wanted = from_dict(ContinualConfig, preset.settings, where=f"preset {preset.name}")
+    return _differences(wanted, settings_of(run))
+
+
+def _differences(expected: ContinualConfig, found: ContinualConfig) -> dict[str, str]:
+    """The settings that differ, each with NAME=VALUE as found."""
+    wanted = to_dict(expected)
+    return {name: f"{name}={toml_text(value)}" for name, value in to_dict(found).items() if value != wanted[name]}

@@ -4,13 +4,13 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from wheretolearn.continual.config import ContinualConfig
+from wheretolearn.config import to_dict
 from wheretolearn.continual.training import BY_LANE, Report, finished, lane_groups, settings_of, train_together
 from wheretolearn.errors import Stopped, UserError
 from wheretolearn.runs import environment
@@ -58,8 +58,8 @@ def train_in_processes(
     failed = [f"{name}: {error}" for name, error in outcome.failed.items()]
     if outcome.stopped:
         left = [str(run.path) for name in outcome.stopped for run in shares[name] if not finished(run)]
-        message = f"stopped {len(left)} runs and saved them; go on with `{shlex.join(['wheretolearn', 'resume', *left])}`"
-        raise Stopped("\n".join([message, *failed]))
+        command = shlex.join(["wheretolearn", "resume", *left])
+        raise Stopped("\n".join([f"stopped {len(left)} runs and saved them; go on with `{command}`", *failed]))
     if failed:
         first: UserError = next(iter(outcome.failed.values()))
         count = sum(not finished(run) for name in outcome.failed for run in shares[name])
@@ -71,16 +71,17 @@ def share_out(runs: Sequence[RunFolder], processes: int) -> list[list[RunFolder]
 
     Lanes that are not equally far, as after a stop, go apart; otherwise resumed runs share as they did before.
     """
-    kinds: dict[ContinualConfig, list[RunFolder]] = {}
+    kinds: dict[object, list[RunFolder]] = {}
     for run in runs:
-        kinds.setdefault(replace(settings_of(run), **dict.fromkeys(BY_LANE, 1.0)), []).append(run)
+        kind = tuple(item for item in to_dict(settings_of(run)).items() if item[0] not in BY_LANE)
+        kinds.setdefault(kind, []).append(run)
     shares = []
     for alike in kinds.values():
         most = -(-len(alike) // processes)
         for group in lane_groups(alike):
             parts = -(-len(group) // most)
             borders = [round(part * len(group) / parts) for part in range(parts + 1)]
-            shares += [group[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+            shares += [group[start:end] for start, end in pairwise(borders)]
     return sorted(shares, key=len, reverse=True)  # the longest first, so that no process is left alone with one
 
 

@@ -32,6 +32,7 @@ from wheretolearn.storage import atomic_write
 
 COLOURS = "cividis"  # reads the same with every kind of colour vision, and in grey
 MOST_NUMBERED = 20  # tasks of a matrix that has room for numbers
+MOST_SHAPES = 50  # tasks of a matrix whose cells are shapes; as such, more would take megabytes
 MOST_POINTS = 1500  # of one drawn line; the data beside it holds all
 LONGEST_LABEL = 44
 SPEAKING = ("learner", "problem", "data", "model")  # settings whose values need no name beside them
@@ -65,14 +66,6 @@ class Group:
     def config(self) -> ContinualConfig:
         return self.runs[0].config
 
-    @property
-    def about(self) -> str:
-        config = self.config
-        stream = f"split {config.data}" if config.problem == "split" else f"{config.problem} of {config.data}"
-        told = {config.learner, config.problem, config.data}
-        rest = [part for part in self.label.split(", ") if part and part not in told]
-        return ", ".join([f"{config.learner} on {stream}", *rest])
-
 
 @dataclass(frozen=True, eq=False)
 class Line:
@@ -102,7 +95,7 @@ class Drawing:
 def read_run(run: RunFolder) -> ContinualRun:
     if run.protocol != "continual":
         raise UserError(
-            f"{run.path} is a run of the protocol {run.protocol}; only continual runs have these figures yet"
+            f"{run.path} is a run of the protocol {run.protocol}: for now, figures are drawn of continual runs only"
         )
     records = run.metrics()
     measured = result(run) if finished(run) else None
@@ -177,7 +170,7 @@ def draw(groups: Sequence[Group]) -> list[Drawing]:
     if any(run.tasks_learned for group in groups for run in group.runs):
         drawings.append(accuracy_over_tasks(groups))
     for group in groups:
-        if any(run.sparsity and run.task_ends for run in group.runs):
+        if any(end in run.sparsity for run in group.runs for end in run.task_ends):
             drawings.append(sparsity_over_tasks(group))
         if group.config.epochs > 1 and any(run.sparsity for run in group.runs):
             drawings.append(sparsity_within_tasks(group))
@@ -192,17 +185,21 @@ def accuracy_matrix(group: Group, lowest: float = 0.0, highest: float = 1.0) -> 
     tasks = len(mean)
     numbered = tasks <= MOST_NUMBERED
     cell = min(0.5, max(0.28, 3.6 / tasks)) if numbered else 5.6 / tasks
-    title = "Accuracy on every task after every task"
+    title = _title("Accuracy on every task after every task", group)
     caption = (
-        f"{_sentence(group.about)}. Each row is the accuracy{' (%)' if numbered else ''} on the tests of every task "
+        f"{_about([group])}. Each row is the accuracy{' (%)' if numbered else ''} on the tests of every task "
         f"after one more task was learned{_of_runs(runs)}. "
         "Left of the white steps: tasks learned by then; right of them: tasks still to come."
     )
     side = cell * tasks
     figure, axes = _figure(title, caption, width=max(4.3, side + 1.5), height=side + 1.25)
-    image = axes.pcolormesh(mean, cmap=COLOURS, vmin=lowest, vmax=highest, linewidth=0.2, edgecolor="face")
-    axes.set_aspect("equal")
-    axes.invert_yaxis()
+    scale: dict[str, Any] = {"cmap": COLOURS, "vmin": lowest, "vmax": highest}
+    if tasks > MOST_SHAPES:
+        image: Any = axes.imshow(mean, extent=(0, tasks, tasks, 0), interpolation="none", **scale)
+    else:
+        image = axes.pcolormesh(mean, linewidth=0.2, edgecolor="face", **scale)
+        axes.set_aspect("equal")
+        axes.invert_yaxis()
     axes.grid(visible=False)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -221,17 +218,15 @@ def accuracy_matrix(group: Group, lowest: float = 0.0, highest: float = 1.0) -> 
                 )
     corners = np.arange(tasks + 1).repeat(2)
     axes.plot(corners[2:], corners[1:-1], color="white", linewidth=1.6, solid_capstyle="butt")
-    shown = [1, *range(5, tasks + 1, 5)] if tasks > 12 else list(range(1, tasks + 1))
-    if tasks > 40:
-        shown = [1, *range(10, tasks + 1, 10)]
-    axes.set_xticks([task - 0.5 for task in shown], [str(task) for task in shown])
-    axes.set_yticks([task - 0.5 for task in shown], [str(task) for task in shown])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks([task - 0.5 for task in _ticks(tasks)], [str(task) for task in _ticks(tasks)])
     axes.tick_params(length=0)
     axes.set_xlabel("task tested")
     axes.set_ylabel("last task learned")
-    bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03, aspect=25, format=PercentFormatter(1, 0, " %"))
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.solids.set_edgecolor("face")
+    bar = figure.colorbar(image, cax=axes.inset_axes((1.02, 0, 0.14 / side, 1)), format=PercentFormatter(1, 0, " %"))
+    bar.outline.set_visible(False)
+    assert bar.solids is not None
+    bar.solids.set_edgecolor("face")  # no hairlines between its steps
     rows = [
         (i + 1, j + 1, *_cells(mean[i, j], std[i, j], runs[i, j]))
         for i in range(tasks)
@@ -262,9 +257,8 @@ def accuracy_over_tasks(groups: Sequence[Group]) -> Drawing:
             name = group.label or group.config.learner
             lines.append(_line(name, curves, ACCENTS[number % len(ACCENTS)], dashes))
     title = "Accuracy on the tasks seen so far"
-    about = groups[0].about if len(groups) == 1 else f"Runs that differ in {_differences(groups)}"
     caption = (
-        f"{_sentence(about)}. Mean accuracy on the tests of all tasks learned by then"
+        f"{_about(groups)}. Mean accuracy on the tests of all tasks learned by then"
         f"{_of_runs(*(line.runs for line in lines), band=True)}."
     )
     figure, axes = _line_axes(title, caption, lines)
@@ -288,7 +282,7 @@ def sparsity_over_tasks(group: Group) -> Drawing:
         for run in group.runs
     ]
     lines = _tensor_lines(curves)
-    title = "Weights that cannot change, by layer"
+    title = _title("Weights that cannot change, by layer", group)
     caption = _sparsity_caption(group, lines, "after each task")
     figure, axes = _line_axes(title, caption, lines)
     percent_axis(axes, "y")
@@ -308,7 +302,7 @@ def sparsity_over_tasks(group: Group) -> Drawing:
 def sparsity_within_tasks(group: Group) -> Drawing:
     """The same while the batches of a task come again and again; upright lines are where a new task begins."""
     lines = _tensor_lines([run.sparsity for run in group.runs])
-    title = "Weights that cannot change, within tasks"
+    title = _title("Weights that cannot change, within tasks", group)
     passes = f"as its batches come, {group.config.epochs} passes through each task"
     caption = _sparsity_caption(group, lines, passes, "Upright lines: a new task begins.")
     figure, axes = _line_axes(title, caption, lines, width=6.4)
@@ -364,21 +358,15 @@ def sweep(groups: Sequence[Group]) -> Drawing:
     title = f"{both} by {_words(setting)}"
     counts = [line.runs for line in panels.values()]
     whiskers = "; whiskers: one standard deviation" if max(int(runs.max()) for runs in counts) > 1 else ""
-    caption = (
-        f"{_sentence(groups[0].about.removesuffix(groups[0].label).rstrip(', '))}. Retained accuracy: on the tests of "
-        f"all tasks at the end{_of_runs(*counts)}{whiskers}."
-    )
+    caption = f"{_about(groups)}. Retained accuracy: on the tests of all tasks at the end{_of_runs(*counts)}{whiskers}."
     figure, _ = _figure(title, caption, width=4.3, height=1.1 + 1.45 * len(panels), panels=len(panels))
     for axes, line in zip(figure.axes, panels.values(), strict=True):
         axes.plot(x, line.mean, "o-" if numeric else "o", color=line.colour, linewidth=1.6, markersize=4.5)
         whisker = np.isfinite(line.std)
-        axes.errorbar(
-            x[whisker], line.mean[whisker], line.std[whisker], fmt="none", color=line.colour, linewidth=1.2, capsize=2.5
-        )
+        axes.errorbar(x[whisker], line.mean[whisker], line.std[whisker], fmt="none", color=line.colour, linewidth=1.2)
         axes.set_title(line.name, loc="left", fontsize=8.5, color=INK)
-        axes.yaxis.set_major_locator(MaxNLocator(5, min_n_ticks=3))
-        axes.yaxis.set_major_formatter(PercentFormatter(1, None, " %"))
-        axes.margins(x=0.06, y=0.15)
+        axes.margins(x=0.06, y=0.12)
+        _share_axis(axes, 0.04)
         axes.grid(visible=False, axis="x")
     _swept_axis(figure.axes[-1], setting, values, x, numeric)
     rows = [
@@ -447,7 +435,7 @@ def _cells(mean: float, std: float, runs: int) -> tuple[object, ...]:
 
 def _figure(title: str, caption: str, width: float, height: float, panels: int = 1) -> tuple[Figure, Axes]:
     """Axes one above the other between a title and a caption, which adds its own height."""
-    wrapped = textwrap.wrap(caption, int(width * 72 / 4.05))
+    wrapped = textwrap.wrap(caption, int(width * 72 / 3.75))
     figure = Figure(figsize=(width, height + 0.13 * len(wrapped)), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left")
     figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", fontsize=7, color=MUTED, linespacing=1.25)
@@ -472,7 +460,7 @@ def _plot_labelled(axes: Axes, lines: Sequence[Line], marker: str = "", keep: Se
             x, mean, std = x[banded], mean[banded], std[banded]
             axes.fill_between(x, mean - std, mean + std, color=line.colour, alpha=0.18, linewidth=0)
     if axes.get_autoscaley_on():
-        axes.yaxis.set_major_formatter(PercentFormatter(1, None, " %"))
+        _share_axis(axes, 0.2)
     with _any_letters():
         axes.figure.figure.draw_without_rendering()  # lays out the axes, whose height the labels need
     low, high = axes.get_ylim()
@@ -502,12 +490,29 @@ def _label(line: Line) -> str:
     return line.name
 
 
+def _share_axis(axes: Axes, least: float) -> None:
+    """Percent around the data, but never so near that noise fills the axis."""
+    low, high = axes.get_ylim()
+    if high - low < least:
+        low = min(max(0.0, (low + high - least) / 2), 1 - least)
+        high = low + least
+    axes.set_ylim(low, high)
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+
+
 def _task_axis(axes: Axes, lines: Sequence[Line]) -> None:
     last = max(line.x[-1] for line in lines)
-    axes.set_xlim(0 if last > 20 else 0.7, last + 0.02 * last)
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.set_xlim(1 - 0.02 * last, 1.02 * last)
+    axes.set_xticks(_ticks(int(last)))
     axes.grid(visible=False, axis="x")
     axes.set_xlabel("tasks learned")
+
+
+def _ticks(tasks: int) -> list[int]:
+    """Numbers of tasks to write on an axis."""
+    every = 1 if tasks <= 12 else 5 if tasks <= 40 else 10
+    return [1, *range(max(2, every), tasks + 1, every)]
 
 
 def _swept_axis(axes: Axes, setting: str, values: Sequence[object], x: np.ndarray, numeric: bool) -> None:
@@ -532,7 +537,7 @@ def _swept_axis(axes: Axes, setting: str, values: Sequence[object], x: np.ndarra
 def _sparsity_caption(group: Group, lines: Sequence[Line], when: str, more: str = "") -> str:
     biases = ", biases dashed" if any(_is_bias(line.name) for line in lines) else ""
     return (
-        f"{_sentence(group.about)}. Share of each layer's weights that learning leaves alone, {when}"
+        f"{_about([group])}. Share of each layer's weights that learning leaves alone, {when}"
         f"{_of_runs(*(line.runs for line in lines), band=True)}. Weights solid{biases}. {more}"
     ).strip()
 
@@ -575,8 +580,21 @@ def _stem(what: str, group: Group) -> str:
     return f"{what}-{group.slug}" if group.slug else what
 
 
-def _differences(groups: Sequence[Group]) -> str:
-    return _listed([_words(name) for name in differing_settings([group.config for group in groups])])
+def _title(what: str, group: Group) -> str:
+    return short(f"{what}: {group.label}", 76) if group.label else what
+
+
+def _about(groups: Sequence[Group]) -> str:
+    """`sparse-la-maml on rotations of mnist`: what the groups have in common, and what one of them has for itself."""
+    streams, learners = set(), {group.config.learner for group in groups}
+    for config in (group.config for group in groups):
+        streams.add(f"split {config.data}" if config.problem == "split" else f"{config.problem} of {config.data}")
+    common = " on ".join(found.pop() for found in (learners, streams) if len(found) == 1)
+    if len(groups) > 1:
+        names = differing_settings([group.config for group in groups])
+        return ", ".join(filter(None, [common, f"runs by {_listed([_words(name) for name in names])}"]))
+    rest = [part for part in groups[0].label.split(", ") if part and part not in common]
+    return ", ".join([common, *rest])
 
 
 def _is_bias(tensor: str) -> bool:
@@ -597,7 +615,3 @@ def _words(setting: str) -> str:
 
 def _listed(items: Sequence[str]) -> str:
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
