@@ -86,6 +86,24 @@ def test_a_cell_can_share_a_training_and_measure_something_else(folder: Path) ->
     assert cub.about == "sparse-MAML on glyphs, tested on cub"
 
 
+def test_other_numbers_of_the_same_run_are_not_inherited_and_not_those_of_a_small_run(folder: Path) -> None:
+    (folder / "cells.toml").write_text("""
+    [table5.a]
+    extends = "demo.maml"
+    measure = "RA"
+    paper = { value = 77.77, std = 0.58 }
+    also = { BTI = { value = -8.16, std = 0.61 }, "sparsity of head.bias" = { value = 100, table = "tableS5" } }
+    [table5.b]
+    extends = "table5.a"
+    """)
+    assert load_preset("table5.a", folder).also == {
+        "BTI": Paper("table5", -8.16, 0.61),
+        "sparsity of head.bias": Paper("tableS5", 100.0),
+    }
+    assert load_preset("table5.b", folder).also == {}
+    assert load_preset("table5.a", folder, scale="quick").also == {}
+
+
 def test_a_preset_after_another_starts_from_its_run(folder: Path) -> None:
     (folder / "two.toml").write_text("""
     [phase.two]
@@ -197,7 +215,7 @@ def test_coming_after_something_unknown_names_the_nearest(folder: Path) -> None:
 
 def test_an_unknown_measure_lists_the_choices(folder: Path) -> None:
     message = refusal(folder, '[a]\nextends = "demo.maml"\nmeasure = "loss"')
-    assert '"measure" expects one of "accuracy", "ensemble accuracy", "sparsity", got "loss"' in message
+    assert '"measure" expects one of "accuracy", "ensemble accuracy", "sparsity", "RA", "BTI", got "loss"' in message
 
 
 def test_an_unknown_key_of_evaluate_names_the_preset(folder: Path) -> None:
@@ -286,6 +304,7 @@ def configs() -> dict[tuple[str, Scale], FewShotConfig]:
         (preset.name, scale): from_dict(FewShotConfig, preset.settings, where=f"{preset.name} at scale {scale}")
         for scale in SCALES
         for preset in list_presets(scale=scale)
+        if preset.protocol == "fewshot"
     }
 
 
@@ -356,7 +375,7 @@ def results(real_data: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text())
 
 
-Cells = dict[str, tuple[str, float, float | None]]  # preset: measure, value, std
+Cells = dict[str, tuple[str, float, float | None]]  # preset, and its measure where it has several: measure, value, std
 
 
 def cells_by_shot(table: dict[str, Any], prefix: str, measure: str) -> Cells:
@@ -401,6 +420,36 @@ def cells_of_table_s4(table: dict[str, Any]) -> Cells:
     return cells
 
 
+def cells_of_table5(table: dict[str, Any]) -> Cells:
+    cells: Cells = {}
+    for method, problems in table.items():
+        for problem, numbers in problems.items():
+            cells[f"table5.{method}.{problem}"] = ("RA", *pair(numbers["ra"]))
+            cells[f"table5.{method}.{problem} BTI"] = ("BTI", *pair(numbers["bti"]))
+    return cells
+
+
+def cells_of_table_s5(table: dict[str, Any]) -> Cells:
+    cells: Cells = {}
+    for problem, methods in table.items():
+        for method, (weights, biases, overall) in methods.items():
+            name = f"tableS5.{method}.{problem}"
+            cells[name] = ("sparsity", overall, None)
+            for kind, shares in {"weight": weights, "bias": biases}.items():
+                for layer, share in zip(("layer1", "layer2", "head"), shares, strict=True):
+                    measure = f"sparsity of {layer}.{kind}"
+                    cells[f"{name} {measure}"] = (measure, share, None)
+    return cells
+
+
+def cells_of_table_s7(table: dict[str, Any]) -> Cells:
+    return {
+        f"tableS7.{method}.{size.replace('m', 'memory')}": ("RA", *pair(numbers))
+        for method, row in table.items()
+        for size, numbers in row.items()
+    }
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Cells], int]] = {
     "table1": ("table1", lambda table: cells_by_shot(table, "table1", "accuracy"), 20),
     "table2": ("table2", lambda table: cells_by_shot(table, "table2", "accuracy"), 11),
@@ -409,6 +458,9 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Cells], int]] = {
     "tableS1": ("table_s1", cells_of_table_s1, 40),
     "tableS3": ("table_s3", lambda table: {f"tableS3.{n}": ("accuracy", *pair(row)) for n, row in table.items()}, 4),
     "tableS4": ("table_s4", cells_of_table_s4, 8),
+    "table5": ("table5", cells_of_table5, 30),
+    "tableS5": ("table_s5", cells_of_table_s5, 42),
+    "tableS7": ("table_s7", cells_of_table_s7, 10),
 }
 
 
@@ -421,5 +473,11 @@ def test_every_number_of_the_paper_has_exactly_one_preset(results: dict[str, Any
         preset.name: (preset.measure, preset.paper.value, preset.paper.std)
         for preset in list_presets()
         if preset.paper is not None and preset.paper.table == table
+    }
+    found |= {
+        f"{preset.name} {measure}": (measure, number.value, number.std)
+        for preset in list_presets()
+        for measure, number in preset.also.items()
+        if number.table == table
     }
     assert found == stated

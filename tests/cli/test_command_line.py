@@ -41,7 +41,7 @@ def test_version(run_command):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "train", "resume", "evaluate", "demo", "presets", "settings", "data", "data add"]
+    "command", ["", "train", "continual", "resume", "evaluate", "demo", "presets", "settings", "data", "data add"]
 )
 def test_help_explains_every_command(run_command, command):
     result = run_command(*command.split(), "--help")

@@ -1,5 +1,6 @@
 """What the commands of all protocols share: options, devices, and the folders of runs."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -77,6 +78,9 @@ def free_places(
         for seed in seeds:
             places[name, seed] = place / "-".join(filter(None, [name, f"seed{seed}"])) if several else place
     for place in places.values():
+        if (place / "run.json").exists():
+            command = shlex.join(["wheretolearn", "resume", str(place)])
+            raise UserError(f"{place} already holds a run: go on with `{command}`, or choose another folder")
         check_free(place)
     return places
 

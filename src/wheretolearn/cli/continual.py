@@ -33,8 +33,8 @@ from wheretolearn.continual.records import (
     record_name,
     result_records,
 )
-from wheretolearn.continual.training import finished, settings_of, train_together
-from wheretolearn.continual.worker import train_in_processes
+from wheretolearn.continual.training import finished, settings_of
+from wheretolearn.continual.worker import train_in_processes, train_with_care
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.records import check_savable, save_records
@@ -113,7 +113,7 @@ def take_to_the_end(
                 )
             else:
                 set_threads(threads or 1)
-                train_together(runs, progress.report, device=device, notify=bars.note, on_stop=announce_stop)
+                train_with_care(runs, progress.report, device=device, notify=bars.note, on_stop=announce_stop)
     finally:  # also where others failed or were stopped
         _print_results([run for run in runs if finished(run)])
 

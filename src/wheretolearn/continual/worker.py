@@ -12,10 +12,35 @@ import torch
 
 from wheretolearn.config import to_dict
 from wheretolearn.continual.training import BY_LANE, Report, finished, lane_groups, settings_of, train_together
-from wheretolearn.errors import Stopped, UserError
+from wheretolearn.errors import NonFiniteError, Stopped, UserError
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.workers import Teller, run_workers, work
+
+
+def train_with_care(
+    runs: Sequence[RunFolder],
+    report: Report,
+    *,
+    device: str = "cpu",
+    notify: Callable[[str], None],
+    on_stop: Callable[[], None] | None = None,
+) -> None:
+    """Like ``train_together``, but a run that diverges does not keep its neighbours from their ends."""
+    try:
+        train_together(runs, report, device=device, notify=notify, on_stop=on_stop)
+    except NonFiniteError as error:
+        if len(runs) == 1:
+            raise
+        notify(f"{error}. Every run goes on alone from its last checkpoint")
+        errors = []
+        for run in runs:
+            try:
+                train_together([run], report, device=device, notify=notify, on_stop=on_stop)
+            except NonFiniteError as own:
+                errors.append(str(own))
+        if errors:
+            raise NonFiniteError("\n".join(errors)) from None
 
 
 def train_in_processes(
@@ -27,7 +52,7 @@ def train_in_processes(
     on_stop: Callable[[], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> None:
-    """Like ``train_together``, with ``workers`` processes; by default as many as there are cores."""
+    """Like ``train_with_care``, with ``workers`` processes; by default as many as there are cores."""
     at_once = workers or environment.cores()
     for run in runs:
         run.lock()  # until its worker takes over: nobody else shall train a run that waits
@@ -36,7 +61,7 @@ def train_in_processes(
 
     def update(name: str, step: int, values: Mapping[str, Any]) -> None:
         told = dict(values)
-        one = told.pop("run", None)  # news are of one run; without news, all lanes of a process made this step
+        one = told.pop("run", None)  # news are of one run; without news, all lanes of the process made this step
         for run in shares[name] if one is None else [by_path[one]]:
             report(run, step, told)
 
@@ -56,8 +81,9 @@ def train_in_processes(
     for run in runs:
         run.close()
     failed = [f"{name}: {error}" for name, error in outcome.failed.items()]
-    if outcome.stopped:
-        left = [str(run.path) for name in outcome.stopped for run in shares[name] if not finished(run)]
+    # A worker that was about to end when it was told to stop may have finished all the same.
+    left = [str(run.path) for name in outcome.stopped for run in shares[name] if not finished(run)]
+    if left:
         command = shlex.join(["wheretolearn", "resume", *left])
         raise Stopped("\n".join([f"stopped {len(left)} runs and saved them; go on with `{command}`", *failed]))
     if failed:
@@ -95,7 +121,7 @@ def _train(paths: Sequence[Path], teller: Teller) -> None:
     def report(run: RunFolder, step: int, values: Mapping[str, Any]) -> None:
         teller.tell_step(step, {**values, "run": str(run.path)} if values else {})
 
-    train_together([RunFolder.open(path) for path in paths], report, notify=teller.tell_note)
+    train_with_care([RunFolder.open(path) for path in paths], report, notify=teller.tell_note)
 
 
 if __name__ == "__main__":

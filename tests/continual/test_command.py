@@ -1,0 +1,270 @@
+"""The real command in real processes: what it prints and records, how it ends, and what survives."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from wheretolearn.cli.common import runs_in
+from wheretolearn.cli.continual import continual
+from wheretolearn.continual.training import finished
+from wheretolearn.continual.worker import share_out, train_with_care
+from wheretolearn.errors import ConfigError, NonFiniteError, UserError
+from wheretolearn.runs import checkpoint
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.results import load_all
+from wheretolearn.storage import load_weights
+
+pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
+
+PRESET = "table5.sparse-la-maml.rotations"
+SMALL = [*("--set", "width=16"), *("--set", "glances=2"), *("--set", "log_every=1"), *("--set", "checkpoint_every=10")]
+QUICK = ["--preset", PRESET, "--scale", "quick", *SMALL]
+BATCHES = 100
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Two seeds, never interrupted, each in a process of its own."""
+    folder = tmp_path_factory.mktemp("straight")
+    command = ["continual", "runs", *QUICK, "--seeds", "2", "--workers", "2", "--record", "records"]
+    done = subprocess.run(
+        [sys.executable, "-m", "wheretolearn", *command], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+@pytest.fixture
+def paths(straight):
+    return [straight[0] / "runs" / f"{PRESET}-seed{seed}" for seed in (0, 1)]
+
+
+def test_results_are_printed_over_seeds(straight):
+    _, done = straight
+    assert f"{PRESET} at quick scale, 2 seeds, in %:" in done.stdout
+    for measure in ("RA", "BTI", "sparsity", "sparsity of layer1.weight", "sparsity of head.bias", "forward transfer"):
+        row = next(line for line in done.stdout.splitlines() if line.startswith(f"│ {measure} "))
+        assert "±" in row, row
+
+
+def test_each_task_has_a_line_off_a_terminal(straight):
+    for seed in (0, 1):
+        lines = [line for line in straight[1].stderr.splitlines() if line.startswith(f"{PRESET}-seed{seed}: step")]
+        assert [line.split("  ")[0].partition("step ")[2] for line in lines] == [
+            f"{batches} of {BATCHES}" for batches in (20, 40, 60, 80, 100)
+        ]
+        assert all(f"task {task}  accuracy" in line for task, line in enumerate(lines, start=1))
+
+
+def test_results_are_recorded_over_seeds(straight, paths):
+    folder, done = straight
+    records = {record.metric: record for record in load_all(folder / "records")}
+    assert {"RA", "BTI", "sparsity", "sparsity of layer2.bias", "forward transfer"} <= records.keys()
+    record = records["RA"]
+    assert record.name == f"{PRESET} at quick scale"
+    assert record.seeds == (0, 1)
+    assert record.values == tuple(100 * json.loads((path / "result.json").read_text())["ra"] for path in paths)
+    assert record.paper_value is None
+    assert f"recorded {os.path.join('records', '')}" in done.stdout
+
+
+def assert_same_end(one, two):
+    """Bit for bit: the network, the mask, the memory, and what was measured."""
+    states = [checkpoint.load_latest(path) for path in (one, two)]
+    assert states[0].step == states[1].step == BATCHES
+    learners = [saved.state["learner"] for saved in states]
+    assert {"weights", "raw", "buffer.inputs", "buffer.labels"} <= learners[0].keys() == learners[1].keys()
+    assert all(torch.equal(tensor, learners[1][name]) for name, tensor in learners[0].items())
+    weights = [load_weights(path / "model.safetensors")[0] for path in (one, two)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    results = [json.loads((path / "result.json").read_text()) for path in (one, two)]
+    assert [found.pop("seconds") > 0 for found in results] == [True, True]
+    assert results[0] == results[1]
+    metrics = [[{**record, "elapsed_seconds": 0} for record in RunFolder.open(path).metrics()] for path in (one, two)]
+    assert metrics[0] == metrics[1]
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "wheretolearn", *map(str, arguments)], stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_batch(path, batch, process):
+    """Wait until a run has come this far; the process must be alive all the while."""
+    while True:
+        assert process.poll() is None, process.stderr.read()
+        if (path / "run.json").exists() and any(record["step"] >= batch for record in RunFolder.open(path).metrics()):
+            return
+        time.sleep(0.01)
+
+
+def test_kill_9_in_the_middle_of_a_task_and_resume_equals_a_straight_run(paths, tmp_path, run_command):
+    process = start("continual", tmp_path / "run", *QUICK)
+    wait_for_batch(tmp_path / "run", 33, process)
+    process.kill()
+    process.communicate()
+    assert not finished(RunFolder.open(tmp_path / "run"))
+    assert 30 <= checkpoint.load_latest(tmp_path / "run").step < BATCHES
+    resumed = run_command("resume", tmp_path / "run")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"{PRESET} at quick scale, seed 0, in %:" in resumed.stdout
+    assert_same_end(paths[0], tmp_path / "run")
+
+
+def test_sigterm_saves_several_runs_and_resume_goes_on(paths, tmp_path, run_command):
+    folder = tmp_path / "runs"
+    process = start("continual", folder, *QUICK, "--seeds", 2, "--workers", 2)
+    stopped = [folder / f"{PRESET}-seed{seed}" for seed in (0, 1)]
+    for path in stopped:
+        wait_for_batch(path, 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, message = process.communicate()
+    assert process.returncode == 75, message
+    assert "stopping after this step" in message
+    assert "saved them; go on with `wheretolearn resume" in message
+    assert "Traceback" not in message
+    for path in stopped:
+        assert checkpoint.load_latest(path).step == RunFolder.open(path).metrics()[-1]["step"]
+    assert run_command("resume", folder, "--workers", 2).returncode == 0
+    for path, other in zip(paths, stopped, strict=True):
+        assert_same_end(path, other)
+
+
+def test_evaluate_shows_and_records_what_was_measured(straight, tmp_path, run_command):
+    cell = "tableS5.sparse-la-maml.rotations"
+    shown = run_command("evaluate", straight[0] / "runs", "--preset-name", cell, "--record", tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert f"{cell} at quick scale, 2 seeds" in shown.stdout
+    assert {record.name for record in load_all(tmp_path)} == {f"{cell} at quick scale"}
+    refused = run_command("evaluate", straight[0] / "runs", "--split", "test")
+    assert refused.returncode == 1
+    assert refused.stderr == "error: --split: not for continual runs, which are measured while they learn\n"
+
+
+def test_a_run_that_is_not_finished_is_not_evaluated(paths, tmp_path, run_command):
+    shutil.copytree(paths[0], tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    shown = run_command("evaluate", tmp_path / "run")
+    assert shown.returncode == 1
+    assert f"is not finished: go on with `wheretolearn resume {tmp_path / 'run'}`" in shown.stderr
+
+
+# Called in this process: what is refused before any work.
+
+
+def refusal(*arguments, **options):
+    with pytest.raises(UserError) as caught:
+        continual(*arguments, scale="quick", device="cpu", **options)
+    return str(caught.value)
+
+
+def test_a_few_shot_preset_is_sent_to_its_command(tmp_path, run_command):
+    message = refusal(tmp_path / "run", ["table1.sparse-maml.shot5"])
+    assert message.endswith("of the protocol fewshot, which `continual` does not know: use `wheretolearn train`")
+    assert not (tmp_path / "run").exists()
+    train = run_command("train", tmp_path / "run", "--preset", PRESET)
+    assert train.returncode == 1
+    assert "of the protocol continual, which `train` does not know: use `wheretolearn continual`" in train.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("lrr=1", 'unknown setting "lrr"; did you mean "lr"?'),
+        ("tasks=none", '"tasks" expects int, got "none"'),
+        ("tasks=0", "tasks must be at least 1, not 0"),
+        ("examples=9999", "9999"),
+        ("model=cifar_net", "use model=mlp"),
+        ("data=mnits", "mnits"),
+    ],
+)
+def test_a_wrong_setting_leaves_no_run_behind(tmp_path, setting, message):
+    assert message in refusal(tmp_path / "run", [PRESET], overrides=[setting])
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_preset_names_the_nearest(tmp_path):
+    assert "table5.sparse-la-maml.rotations" in refusal(tmp_path / "run", ["table5.sparse-lamaml.rotations"])
+
+
+def test_a_folder_that_holds_a_run_says_how_to_go_on(paths):
+    message = refusal(paths[0], [PRESET])
+    assert message == (
+        f"{paths[0]} already holds a run: go on with `wheretolearn resume {paths[0]}`, or choose another folder"
+    )
+    assert "seed0 already holds a run" in refusal(paths[0].parent, [PRESET], seeds=3)
+    assert "is itself a run" in refusal(paths[0], [PRESET], seeds=3)
+
+
+def test_a_run_is_named_after_its_preset_or_by_hand(straight, monkeypatch):
+    monkeypatch.chdir(straight[0])
+    assert refusal(None, None) == "give a folder for the run, or a --preset, after which it is named"
+    shutil.copytree("runs", f"copy/runs/{PRESET}")
+    monkeypatch.chdir("copy")
+    assert f"runs/{PRESET}/{PRESET}-seed0 already holds a run" in refusal(None, [PRESET], seeds=2)
+
+
+def test_records_that_cannot_be_written_are_refused_before_any_work(straight, tmp_path):
+    assert "give a --preset" in refusal(tmp_path / "run", None, record=tmp_path)
+    assert "seeds that these runs lack: 0" in refusal(
+        tmp_path / "run", [PRESET], seed=1, seeds=2, record=straight[0] / "records"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+# Sharing out.
+
+
+def new_runs(folder, settings, seeds):
+    config = RunFolder.open(settings).config
+    runs = [RunFolder.create(folder / f"{name}", {**config, **own}, name, "continual") for name, own in seeds.items()]
+    for run in runs:
+        run.close()
+    return runs
+
+
+def seeds_of(shares):
+    return [[run.seed for run in share] for share in shares]
+
+
+def test_lanes_are_shared_out_evenly_and_those_of_other_settings_apart(paths, tmp_path):
+    runs = new_runs(tmp_path, paths[0], {seed: {"lr": 0.1 * (1 + seed), "width": 8 if seed > 4 else 4} for seed in range(7)})
+    assert seeds_of(share_out(runs, 1)) == [[0, 1, 2, 3, 4], [5, 6]]
+    assert sorted(seeds_of(share_out(runs, 2))) == [[0, 1], [2, 3, 4], [5], [6]]
+    assert len(share_out(runs, 16)) == 7
+    # As after a stop: three are at one batch and two at another, and nobody needs to part.
+    for run in runs[:5]:
+        checkpoint.save(run, {"a": 0}, 20 if run.seed in (0, 2, 4) else 25)
+    assert seeds_of(share_out(runs[:5], 2)) == [[0, 2, 4], [1, 3]]
+
+
+def test_a_run_that_diverges_does_not_keep_its_neighbours_from_their_ends(paths, tmp_path):
+    brief = {"tasks": 2, "examples": 20, "clip_norm": None, "learner": "er"}
+    runs = new_runs(tmp_path, paths[0], {0: {**brief, "lr": 1e30}, 1: {**brief, "lr": 0.01}})
+    notes = []
+    with pytest.raises(NonFiniteError, match="weights are not finite") as caught:
+        train_with_care(runs, lambda *_: None, notify=notes.append)
+    assert str(caught.value).count("not finite") == 1
+    assert len(notes) == 1
+    assert [finished(run) for run in runs] == [False, True]
+    assert [run.seed for run in runs_in([tmp_path], wanted="unfinished")] == [0]
+
+
+def test_a_run_of_another_protocol_is_refused(tmp_path):
+    RunFolder.create(tmp_path / "run", {}, 0, "online").close()
+    with pytest.raises(UserError, match="a run of the protocol online, which this command does not know"):
+        runs_in([tmp_path / "run"], wanted="unfinished")
+
+
+def test_a_seed_that_is_too_large_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="seeds end at"):
+        continual(tmp_path / "run", [PRESET], seed=2**31 - 1, seeds=2)
