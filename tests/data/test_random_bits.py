@@ -3,7 +3,15 @@ import itertools
 import pytest
 import torch
 
-from wheretolearn.data.random_bits import distinct, normal, permutation, permutation_keys, random_bits, uniform
+from wheretolearn.data.random_bits import (
+    distinct,
+    normal,
+    permutation,
+    permutation_keys,
+    random_bits,
+    random_bits_by_lane,
+    uniform,
+)
 
 
 def is_even(counts: torch.Tensor, shares: list[float] | None = None) -> bool:
@@ -160,3 +168,14 @@ def test_normal_numbers_have_mean_zero_variance_one_and_normal_tails():
     assert x.isfinite().all()
     assert torch.equal(x, normal((100_000,), 7, "noise", torch.tensor(3)))
     assert not torch.equal(x, normal((100_000,), 7, "noise", 4))
+
+
+def test_bits_by_lane_are_those_of_each_seed_alone() -> None:
+    seeds, steps = torch.tensor([0, 5, 2**31 - 1]), torch.tensor([3, 9, 4])
+    for key in (7, torch.tensor(7)):
+        together = random_bits_by_lane((2, 3), seeds, "word", key)
+        alone = torch.stack([random_bits((2, 3), int(seed), "word", 7) for seed in seeds])
+        assert torch.equal(together, alone)
+    own_keys = random_bits_by_lane((4,), seeds, steps)
+    alone = torch.stack([random_bits((4,), int(seed), int(step)) for seed, step in zip(seeds, steps, strict=True)])
+    assert torch.equal(own_keys, alone)

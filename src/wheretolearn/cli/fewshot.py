@@ -153,8 +153,8 @@ def evaluate(
     with ExitStack() as folders:
         runs = [folders.enter_context(run) for run in runs_in(paths, wanted="finished")]
         if all(run.protocol == "continual" for run in runs):
-            for_tasks = {"--split": splits, "--data": data, "--steps": steps, "--ensemble": ensemble or None}
-            continual.evaluate(runs, [option for option, given in for_tasks.items() if given], preset_name, record)
+            given = {"--split": splits, "--data": data, "--steps": steps is not None, "--ensemble": ensemble}
+            continual.evaluate(runs, [option for option in given if given[option]], preset_name, record)
             return
         for run in runs:
             if run.protocol != "fewshot":

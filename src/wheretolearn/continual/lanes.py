@@ -5,11 +5,14 @@ the same methods in closed form for all lanes at once.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+
+from wheretolearn.engine.compiled import ParallelStreams
 
 
 class LaneNetwork:
@@ -60,6 +63,7 @@ class LaneNetwork:
 class ModuleLanes(LaneNetwork):
     def __init__(self, models: Sequence[nn.Module]):
         self.model = models[0]
+        self._streams = ParallelStreams(next(self.model.parameters()).device)
         self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
         self.weights = torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models])
 
@@ -82,6 +86,19 @@ class ModuleLanes(LaneNetwork):
                     loss = (F.cross_entropy(logits, labels[lane], reduction="none") * shares[lane]).sum()
                 rows.append(torch.autograd.grad(loss, row)[0])
         return torch.stack(rows)
+
+    def look_ahead(
+        self, weights: Tensor, rates: Tensor, inputs: Tensor, labels: Tensor, shares: Tensor, steps: int, every: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As it stands for each lane; on a GPU the lanes share it."""
+
+        def of_lane(lane: int) -> tuple[Tensor, Tensor]:
+            own = [tensor[lane : lane + 1] for tensor in (weights, rates, inputs, labels, shares)]
+            return super(ModuleLanes, self).look_ahead(own[0], own[1], own[2], own[3], own[4], steps, every)
+
+        results = self._streams.run([partial(of_lane, lane) for lane in range(len(weights))])
+        outer, to_rates = zip(*results, strict=True)
+        return torch.cat(outer), torch.cat(to_rates)
 
     def _logits(self, row: Tensor, inputs: Tensor) -> Tensor:
         parameters = {name: view[0] for name, view in self.views(row.unsqueeze(0)).items()}

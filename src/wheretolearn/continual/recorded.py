@@ -5,6 +5,7 @@ from torch import Tensor
 
 from wheretolearn.continual.learners.base import Learner
 from wheretolearn.continual.learners.gem import GEM
+from wheretolearn.engine.graphed import new_stream
 
 
 class Recorded:
@@ -37,7 +38,7 @@ class Recorded:
         learner = self.learner
         learner.prepare(inputs)
         before = {name: tensor.clone() for name, tensor in learner.state().items()}
-        stream = torch.cuda.Stream(inputs.device)
+        stream = new_stream(inputs.device)
         stream.wait_stream(torch.cuda.current_stream(inputs.device))
         with torch.cuda.stream(stream):
             for _ in range(2):
