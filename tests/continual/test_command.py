@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from wheretolearn.cli.common import runs_in
-from wheretolearn.cli.continual import continual
+from wheretolearn.cli.continual import _Progress, continual
 from wheretolearn.cli.fewshot import evaluate, train
 from wheretolearn.continual.training import finished
 from wheretolearn.continual.worker import share_out, train_with_care
@@ -273,3 +273,15 @@ def test_a_run_of_another_protocol_is_refused(tmp_path):
 def test_a_seed_that_is_too_large_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="seeds end at"):
         continual(tmp_path / "run", [PRESET], seed=2**31 - 1, seeds=2)
+
+
+def test_many_runs_share_a_bar_that_shows_their_mean(new_runs, monkeypatch, capsys):
+    monkeypatch.setattr("wheretolearn.cli.continual.MOST_BARS", 1)
+    one, two = new_runs({0: {}, 1: {}})
+    progress = _Progress([one, two])
+    with progress.bars:
+        progress.report(one, 20, {"task": 0, "accuracy": 0.5, "sparsity": 0.1})
+        progress.report(one, 40, {"task": 1, "accuracy": 0.9, "sparsity": 0.3})
+        assert capsys.readouterr().err == ""
+        progress.report(two, 20, {"task": 0, "accuracy": 0.7, "sparsity": 0.1})
+    assert "runs: step 60 of 200  task 1  accuracy 60.0%  sparsity 20.0%" in capsys.readouterr().err

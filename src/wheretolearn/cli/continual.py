@@ -174,9 +174,12 @@ class _Progress:
         shown: dict[str, Any] = {}
         if "sparsity" in values:
             shown["sparsity"] = statistics.fmean(own["sparsity"] for own in members if "sparsity" in own)
-        # The last of the members to end a task tells for all of them.
-        if "task" in values and all(own.get("task", -1) >= values["task"] for own in members):
-            shown |= {"task": values["task"], "accuracy": statistics.fmean(own["accuracy"] for own in members)}
+        if "task" in values:
+            key = f"accuracy after task {values['task']}"
+            self._latest[run][key] = values["accuracy"]
+            ended = [own[key] for own in members if key in own]
+            if len(ended) == len(members):  # the last one to end a task tells for all of them
+                shown |= {"task": values["task"], "accuracy": statistics.fmean(ended)}
         self.bars.update(label, sum(own.get("batch", 0) for own in members), shown)
 
 
