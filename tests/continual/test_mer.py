@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from wheretolearn.continual.buffer import ReplayBuffer
 from wheretolearn.continual.lanes import LaneNetwork, ModuleLanes
-from wheretolearn.continual.learners.mer import MER, sgd_in_order
+from wheretolearn.continual.learners.mer import MER
 from wheretolearn.continual.mlp_lanes import MLPLanes
 from wheretolearn.data.random_bits import random_bits_by_lane
 from wheretolearn.errors import ConfigError
@@ -110,7 +110,7 @@ def test_the_closed_form_equals_the_readable_path(sizes: tuple[int, ...], clip_n
     results = []
     for network in (MLPLanes(models), ModuleLanes(models)):
         start = network.weights.clone()
-        after = sgd_in_order(network, network.weights, lr, inputs, labels, present, clip_norm)
+        after = network.sgd_in_order(network.weights, lr, inputs, labels, present, clip_norm)
         assert torch.equal(network.weights, start)
         assert not torch.allclose(after, start, atol=1e-3)
         results.append(network.views(after))

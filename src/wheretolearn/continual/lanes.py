@@ -52,6 +52,25 @@ class LaneNetwork:
         count = steps if every else 1
         return outer / count, to_rates / count
 
+    def sgd_in_order(
+        self,
+        weights: Tensor,
+        lr: Tensor,
+        inputs: Tensor,
+        labels: Tensor,
+        present: Tensor,
+        clip_norm: float | None = None,
+    ) -> Tensor:
+        """The weights after one SGD step on each example in turn; those not ``present[lanes, examples]`` make none.
+
+        ``lr`` is a column ``[lanes, 1]``; ``clip_norm`` bounds the gradient of each example.
+        """
+        for number in range(labels.shape[1]):
+            own = slice(number, number + 1)
+            gradient = self.gradient(weights, inputs[:, own], labels[:, own], present[:, own].to(weights.dtype))
+            weights = weights - lr * clipped(gradient, clip_norm)
+        return weights
+
     def load(self, states: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """A matrix like ``weights`` from one set of tensors per lane."""
         flat = torch.zeros_like(self.weights)
@@ -104,3 +123,12 @@ class ModuleLanes(LaneNetwork):
         parameters = {name: view[0] for name, view in self.views(row.unsqueeze(0)).items()}
         logits: Tensor = functional_call(self.model, parameters, (inputs,))
         return logits
+
+
+def clipped(gradient: Tensor, norm: float | None) -> Tensor:
+    """Each lane's gradient, shortened to ``norm`` where it is longer."""
+    if norm is None:
+        return gradient
+    length = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+    factor: Tensor = (norm / (length + 1e-6)).clamp(max=1.0)
+    return gradient * factor

@@ -112,12 +112,3 @@ class Learner:
 def by_lane(value: float | Tensor, like: Tensor) -> Tensor:
     """A number, or one per lane, as a column to multiply ``[lanes, weights]`` with."""
     return torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(-1, 1)
-
-
-def clipped(gradient: Tensor, norm: float | None) -> Tensor:
-    """Each lane's gradient, shortened to ``norm`` where it is longer."""
-    if norm is None:
-        return gradient
-    length = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-    factor: Tensor = (norm / (length + 1e-6)).clamp(max=1.0)
-    return gradient * factor

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wheretolearn.continual.lanes import LaneNetwork
-from wheretolearn.continual.learners.base import Learner, Seen, by_lane, clipped
+from wheretolearn.continual.lanes import LaneNetwork, clipped
+from wheretolearn.continual.learners.base import Learner, Seen, by_lane
 from wheretolearn.errors import ConfigError, NonFiniteError, UserError
 
 RIDGE = 1e-10  # relative to each diagonal entry; keeps the programme solvable where past gradients are parallel

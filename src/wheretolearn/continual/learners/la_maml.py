@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wheretolearn.continual.lanes import LaneNetwork
-from wheretolearn.continual.learners.base import Learner, Seen, by_lane, clipped
+from wheretolearn.continual.lanes import LaneNetwork, clipped
+from wheretolearn.continual.learners.base import Learner, Seen, by_lane
 from wheretolearn.masks.elementwise import RULES
 
 MetaLoss = Literal["every-step", "final"]
