@@ -84,7 +84,7 @@ def test_records_are_saved_and_loaded(tmp_path: Path) -> None:
     paths = [save(record(), tmp_path / "out"), save(other, tmp_path / "out")]
     assert [path.name for path in paths] == [
         "table1.sparse-maml.accuracy.json",
-        "table5.la-maml.ra-final.json",
+        "table5.la-maml.RA-final.json",
     ]
     assert load_all(tmp_path / "out") == [record(), other]
 

@@ -189,4 +189,4 @@ def _short(commit: str | None) -> str:
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9.+_-]+", "-", text.lower()).strip("-.")
+    return re.sub(r"[^A-Za-z0-9.+_-]+", "-", text).strip("-.")
