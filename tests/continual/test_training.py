@@ -9,7 +9,7 @@ from wheretolearn.config import to_dict
 from wheretolearn.continual import training
 from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.continual.metrics import backward_transfer, forward_transfer, retained_accuracy
-from wheretolearn.errors import NonFiniteError
+from wheretolearn.errors import MismatchError, NonFiniteError
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.storage import load_weights
@@ -86,6 +86,58 @@ def test_a_run_cut_off_in_mid_task_goes_on_bit_for_bit(new_run, learner):
         assert one.keys() == two.keys()
         for name, value in two.items():
             assert torch.equal(one[name], value), name
+
+
+def test_a_run_without_a_checkpoint_starts_with_its_own_weights_beside_one_that_has_one(new_run):
+    """One was stopped before its first batch and saved, the other killed before it saved anything."""
+    straight = [new_run(f"straight{seed}", seed) for seed in (0, 1)]
+    for run in straight:
+        training.train_together([run])
+    saved, bare = new_run("saved", 0), new_run("bare", 1)
+    training._Lanes([saved], "cpu", None, None).save()
+    assert checkpoint.load_latest(saved).step == 0
+    training.train_together([saved, bare])
+    for run, expected in zip((saved, bare), straight, strict=True):
+        for name, value in outcome(expected)[0].items():
+            torch.testing.assert_close(outcome(run)[0][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_lanes_saved_at_different_steps_go_on_from_the_last_common_one_bit_for_bit(new_run):
+    """A kill between two saves leaves some lanes a checkpoint ahead."""
+    whole = [new_run(f"whole{seed}", seed) for seed in (0, 1, 2)]
+    training.train_together(whole)
+    cut = [new_run(f"cut{seed}", seed) for seed in (0, 1, 2)]
+    saves = []
+
+    def interrupt(run, state, step, save=checkpoint.save):
+        saves.append(step)
+        if len(saves) == 5:  # the second of three lanes, the second time
+            raise Interrupted
+        return save(run, state, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save", interrupt)
+        with pytest.raises(Interrupted):
+            training.train_together(cut)
+    assert [checkpoint.load_latest(run).step for run in cut] == [8, 4, 4]
+    assert [[run.seed for run in group] for group in training.lane_groups(cut[::-1])] == [[0, 1, 2]]
+    training.train_together(cut[::-1])
+    for run, expected in zip(cut, whole, strict=True):
+        assert outcome(run)[1:] == outcome(expected)[1:]
+        for name, value in outcome(expected)[0].items():
+            assert torch.equal(outcome(run)[0][name], value)
+
+
+def test_a_checkpoint_of_other_settings_is_refused(new_run):
+    run = new_run("run", 0, learner="sgd")
+    lanes = training._Lanes([run], "cpu", None, None)
+    lanes.save()
+    lanes.progress[0].batches = 1
+    lanes.save()
+    for change in ({"width": 5}, {"learner": "la-maml"}):
+        run.info["config"] = {**to_dict(ContinualConfig(**{**QUICK, "learner": "sgd"})), **change}
+        with pytest.raises(MismatchError, match="its checkpoint belongs to other settings"):
+            training.train_together([run])
 
 
 def test_what_is_written(new_run):

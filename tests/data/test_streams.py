@@ -50,7 +50,7 @@ def test_examples_are_drawn_uniformly_from_all_images() -> None:
 
 
 def test_a_task_cannot_show_more_images_than_there_are() -> None:
-    with pytest.raises(DataError, match="1000 examples cannot be drawn from 999"):
+    with pytest.raises(DataError, match="examples=1000 cannot be drawn from 999"):
         streams.rotations(999, seed=0)
 
 

@@ -26,8 +26,9 @@ from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.continual.learners.make import make_learner
 from wheretolearn.continual.problem import Problem
 from wheretolearn.continual.records import (
+    INCIDENTAL,
     by_settings,
-    measures,
+    measured_by,
     paper_numbers,
     planned_record,
     record_name,
@@ -38,7 +39,7 @@ from wheretolearn.continual.worker import train_in_processes, train_with_care
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.records import check_savable, save_records
-from wheretolearn.presets import Paper, Scale, load_preset, scale_named
+from wheretolearn.presets import Paper, Scale, list_presets, load_preset, scale_named
 from wheretolearn.runs.folder import MAX_SEED, RunFolder
 from wheretolearn.runs.results import ResultRecord
 
@@ -55,7 +56,11 @@ def continual(
     ] = None,
     presets: Annotated[
         list[str] | None,
-        typer.Option("--preset", help="Start from this preset, or several; see `wheretolearn presets table5`."),
+        typer.Option(
+            "--preset",
+            help="Start from this preset, or all of a group such as figure3.width, or several; "
+            "see `wheretolearn presets table5`.",
+        ),
     ] = None,
     scale: Annotated[str, typer.Option(help="paper, or quick: a small version of the preset for a laptop.")] = "paper",
     overrides: Annotated[
@@ -79,15 +84,18 @@ def continual(
     chosen_scale = scale_named(scale)
     numbers = seed_range(seed, seeds)
     device = chosen_device(device)
-    names: list[str | None] = [*dict.fromkeys(presets or [])] or [None]
+    names: list[str | None] = [*_all_named(presets or [], seeds)] or [None]
     if record is not None and not presets:
         raise ConfigError("--record names results after their presets: give a --preset")
     configs = {name: _config(name, chosen_scale, overrides or []) for name in names}
+    if run is None and presets and len(presets) == 1:
+        run = Path("runs") / presets[0]  # also of a group
     places = free_places(run, names, numbers)
     for config in configs.values():
         _check(config, numbers)
     if record is not None:
-        check_savable([planned_record(name, scale, numbers) for name in names if name is not None], record)
+        planned = [planned_record(name, scale, numbers, config) for name, config in configs.items() if name is not None]
+        check_savable(planned, record, INCIDENTAL)
     with ExitStack() as folders:
         runs = [
             folders.enter_context(
@@ -127,10 +135,23 @@ def evaluate(runs: Sequence[RunFolder], refused: Sequence[str], preset_name: str
             raise UserError(f"{run.path} is not finished: go on with `wheretolearn resume {run.path}`")
     records = [] if record is None else result_records(runs, preset_name)
     if record is not None:
-        check_savable(records, record)
+        check_savable(records, record, INCIDENTAL)
     _print_results(runs, preset_name)
     if record is not None:
         _save(records, record)
+
+
+def _all_named(presets: Sequence[str], seeds: int) -> list[str]:
+    """Presets by name; the name of a group stands for all in it."""
+    known = [preset.name for preset in list_presets()]
+    names: dict[str, None] = {}
+    for name in presets:
+        group = [] if name in known else [other for other in known if other.startswith(f"{name}.")]
+        if group:
+            runs = f" of {seeds} seeds: {len(group) * seeds} runs" if seeds > 1 else f": {len(group)} runs"
+            typer.echo(f"{name} is a group of {len(group)} presets{runs}", err=True)
+        names |= dict.fromkeys(group or [name])
+    return list(names)
 
 
 def _config(preset: str | None, scale: Scale, overrides: Sequence[str]) -> ContinualConfig:
@@ -195,7 +216,7 @@ def _print_results(runs: Sequence[RunFolder], preset_name: str | None = None) ->
         table = Table()
         for heading in ("measure", "here", "paper"):
             table.add_column(heading, no_wrap=True, justify="left" if heading == "measure" else "right")
-        found = [measures(run) for run in alike]
+        found = [own.percent for own in measured_by(alike)]
         for metric in found[0]:
             paper = papers.get(metric)
             values = [own[metric] for own in found]
@@ -212,5 +233,5 @@ def _number(value: float, std: float | None) -> str:
 
 
 def _save(records: Sequence[ResultRecord], folder: Path) -> None:
-    for path in save_records(records, folder):
+    for path in save_records(records, folder, INCIDENTAL):
         typer.echo(f"recorded {path}")

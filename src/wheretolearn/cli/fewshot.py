@@ -127,7 +127,7 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Image set (another: cross-domain), as often as needed; default: the preset's or the run's."),
     ] = None,
-    tasks: Annotated[int, typer.Option(help="Number of tasks.", min=2)] = 300,
+    tasks: Annotated[int | None, typer.Option(help="Number of tasks; default: 300.", min=2)] = None,
     steps: Annotated[
         int | None, typer.Option(help="Inner steps; default: the preset's, or the run's test_inner_steps.", min=0)
     ] = None,
@@ -148,12 +148,19 @@ def evaluate(
     """
     set_threads(threads)
     device = chosen_device(device)
-    if preset_name is not None:
-        load_preset(preset_name)
+    chosen = None if preset_name is None else load_preset(preset_name)
     with ExitStack() as folders:
         runs = [folders.enter_context(run) for run in runs_in(paths, wanted="finished")]
+        for run in runs:
+            if chosen is not None and chosen.protocol != run.protocol:
+                raise ConfigError(
+                    f"{chosen.name} is a preset of the protocol {chosen.protocol}, but {run.path} is {run.protocol}"
+                )
         if all(run.protocol == "continual" for run in runs):
-            given = {"--split": splits, "--data": data, "--steps": steps is not None, "--ensemble": ensemble}
+            given = {
+                "--split": splits, "--data": data, "--tasks": tasks, "--steps": steps is not None,
+                "--ensemble": ensemble,
+            }  # fmt: skip
             continual.evaluate(runs, [option for option in given if given[option]], preset_name, record)
             return
         for run in runs:
@@ -177,7 +184,7 @@ def evaluate(
                         run,
                         wanted.split,
                         data=wanted.data,
-                        tasks=tasks,
+                        tasks=tasks or 300,
                         steps=wanted.steps,
                         ensemble=wanted.models > 1,
                         device=device,

@@ -61,7 +61,8 @@ class ReplayBuffer:
         return Replayed(self.inputs[lane, chosen], self.labels[lane, chosen], valid)
 
     def state(self) -> dict[str, Tensor]:
-        return {"inputs": self.inputs[:, :-1], "labels": self.labels[:, :-1], "seen": self.seen}
+        tensors = {"inputs": self.inputs[:, :-1], "labels": self.labels[:, :-1], "seen": self.seen}
+        return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.inputs[:, :-1] = state["inputs"]

@@ -21,7 +21,7 @@ class ContinualConfig:
     data: str = setting("glyphs", "image set; see `wheretolearn data list`")
     problem: ProblemKind = setting("rotations", "rotations, permutations of pixels, or split: new classes in each task")
     tasks: int = setting(20, "tasks of rotations and permutations")
-    examples: int = setting(1000, "training images per task of rotations and permutations")
+    examples: int = setting(100, "training images per task of rotations and permutations")
     classes: int = setting(10, "classes, where a set has others for testing than for training (glyphs, omniglot)")
     classes_per_task: int = setting(2, "new classes in each task of split")
     class_order: ClassOrder = setting("fixed", "of split: fixed, or shuffled by the seed")
@@ -63,8 +63,12 @@ class ContinualConfig:
         for name in ("lr", "clip_norm"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
-        if self.mask_lr < 0:
-            raise ConfigError(f"mask_lr must not be negative, not {self.mask_lr}")
+        for name in ("mask_lr", "memory_strength"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+        for name in ("mer_beta", "mer_gamma"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must lie above 0 and be at most 1, not {getattr(self, name)}")
         if self.model == "cifar_net" and self.problem != "split":
             raise ConfigError(f"problem={self.problem} is for flat images: use model=mlp")
         if self.learner in ("mer", "gem") and self.memory < 1:

@@ -37,7 +37,7 @@ class Recorded:
         """Warm up, record, and undo what warming up learned."""
         learner = self.learner
         learner.prepare(inputs)
-        before = {name: tensor.clone() for name, tensor in learner.state().items()}
+        before = learner.state()
         stream = new_stream(inputs.device)
         stream.wait_stream(torch.cuda.current_stream(inputs.device))
         with torch.cuda.stream(stream):

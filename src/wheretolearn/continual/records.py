@@ -2,11 +2,11 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from wheretolearn.config import from_dict, to_dict, toml_text
-from wheretolearn.continual.config import ContinualConfig
-from wheretolearn.continual.training import result, settings_of
+from wheretolearn.continual.config import LOOK_AHEAD, ContinualConfig
+from wheretolearn.continual.training import RESULT, result, settings_of
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.records import check_seeds, preset_of
 from wheretolearn.presets import Paper, Preset
@@ -17,18 +17,43 @@ from wheretolearn.runs.results import ResultRecord, measured
 INCIDENTAL = {"matrix_images", "log_every", "checkpoint_every"}
 
 
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What a finished run leaves."""
+
+    percent: dict[str, float]  # by measure
+    seconds: float
+    runs_at_once: int
+
+
+def measured_by(runs: Sequence[RunFolder]) -> list[Measured]:
+    """What each of several finished runs left; all of them have the measures of the first."""
+    found = [_read(run) for run in runs]
+    for run, own in zip(runs, found, strict=True):
+        if own.percent.keys() != found[0].percent.keys():
+            raise UserError(
+                f"{run.path / RESULT} or {runs[0].path / RESULT} is damaged: they do not hold the same measures"
+            )
+    return found
+
+
 def measures(run: RunFolder) -> dict[str, float]:
     """Every number of a finished run, in percent."""
-    found = result(run)
+    return _read(run).percent
+
+
+def _read(run: RunFolder) -> Measured:
+    found, is_masked = result(run), settings_of(run).learner in LOOK_AHEAD
     try:
         shares = {"RA": found["ra"], "BTI": found["bti"]}
-        if "sparsity" in found:
+        if is_masked:
             shares["sparsity"] = found["sparsity"]
             shares |= {f"sparsity of {name}": share for name, share in found["sparsity_by_tensor"].items()}
         shares["forward transfer"] = found["forward_transfer"]
-        return {name: 100 * float(share) for name, share in shares.items()}
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{run.path / 'result.json'} is damaged: it lacks what was measured") from None
+        percent = {name: 100 * float(share) for name, share in shares.items()}
+        return Measured(percent, float(found["seconds"]), int(found["runs_at_once"]))
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+        raise UserError(f"{run.path / RESULT} is damaged: it lacks what was measured") from None
 
 
 def by_settings(runs: Sequence[RunFolder]) -> Iterator[list[RunFolder]]:
@@ -43,10 +68,11 @@ def record_name(preset: str, scale: str) -> str:
     return preset if scale == "paper" else f"{preset} at {scale} scale"
 
 
-def planned_record(preset: str, scale: str, seeds: Sequence[int]) -> ResultRecord:
+def planned_record(preset: str, scale: str, seeds: Sequence[int], config: ContinualConfig) -> ResultRecord:
     """Stands for the records of runs that are still to be measured, to see whether they can be saved."""
     values = (0.0,) * len(seeds)
-    return ResultRecord(name=record_name(preset, scale), metric="RA", values=values, seeds=tuple(seeds))
+    name = record_name(preset, scale)
+    return ResultRecord(name=name, metric="RA", values=values, seeds=tuple(seeds), config=to_dict(config))
 
 
 def paper_numbers(run: RunFolder, preset_name: str | None = None) -> dict[str, Paper]:
@@ -79,25 +105,24 @@ def result_records(runs: Sequence[RunFolder], preset_name: str | None = None) ->
     """The records of finished runs. ``preset_name`` names the preset of runs that do not know it, or another cell."""
     records = []
     for (preset, scale), alike in recordable(runs, preset_name).items():
-        found = {run.seed: measures(run) for run in alike}
-        for metric in next(iter(found.values())):
-            values = {seed: own[metric] for seed, own in found.items()}
-            records.append(_record(record_name(preset, scale), metric, values, alike, preset_name))
+        results = measured_by(alike)
+        for metric in results[0].percent:
+            records.append(_record(record_name(preset, scale), metric, alike, results, preset_name))
     return records
 
 
 def _record(
-    name: str, metric: str, values: dict[int, float], runs: Sequence[RunFolder], preset_name: str | None
+    name: str, metric: str, runs: Sequence[RunFolder], results: Sequence[Measured], preset_name: str | None
 ) -> ResultRecord:
     """Hardware, commit and versions are those of training, which measures as it goes."""
-    first, results = runs[0], [result(run) for run in runs]
+    first = runs[0]
     paper = paper_numbers(first, preset_name).get(metric)
     notes = [f"the paper's number: {paper.note}"] if paper is not None and paper.note else []
     if changed := _changed(first, _continual_preset(first, preset_name)):
         notes.append("differs from the preset: " + ", ".join(changed.values()))
     if metric == "forward transfer":
         notes.append(f"on the first {settings_of(first).matrix_images} test images of each task")
-    at_once = sorted({int(found["runs_at_once"]) for found in results})
+    at_once = sorted({found.runs_at_once for found in results})
     time = f"{' or '.join(map(str, at_once))} at once in one process" if at_once != [1] else "alone in its process"
     notes.append(f"time of one run{' (mean)' if len(runs) > 1 else ''}, {time}")
     commits = list(dict.fromkeys(run.info.get("commit") for run in runs))
@@ -105,8 +130,8 @@ def _record(
     record = measured(
         name,
         metric,
-        values,
-        wall_seconds=statistics.fmean(found["seconds"] for found in results),
+        {run.seed: found.percent[metric] for run, found in zip(runs, results, strict=True)},
+        wall_seconds=statistics.fmean(found.seconds for found in results),
         config=first.config,
         paper_value=None if paper is None else paper.value,
         paper_std=None if paper is None else paper.std,

@@ -17,7 +17,7 @@ from wheretolearn.continual.learners.base import Learner
 from wheretolearn.continual.learners.make import make_learner
 from wheretolearn.continual.problem import Problem
 from wheretolearn.continual.recorded import Recorded
-from wheretolearn.errors import NonFiniteError, Stopped
+from wheretolearn.errors import MismatchError, NonFiniteError, Stopped
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
@@ -53,13 +53,52 @@ def settings_of(run: RunFolder) -> ContinualConfig:
 
 
 def lane_groups(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
-    """Runs that can learn as lanes of one program: the same settings but for learning rates, and equally far."""
-    groups: dict[str, list[RunFolder]] = {}
+    """Runs that learn as lanes of one program: the same settings but for learning rates, and equally far.
+
+    Runs that were lanes of one program go on so, in the same order, and thus to the last bit as if they had never
+    stopped; those without a checkpoint join whom they like.
+    """
+    names = {run: run.path.name for run in runs}
+    kinds = {
+        run: json.dumps({n: v for n, v in to_dict(settings_of(run)).items() if n not in BY_LANE}, sort_keys=True)
+        for run in runs
+    }
+    before: dict[tuple[str, str], tuple[str, ...]] = {}  # by kind and name, who was together
     for run in runs:
-        config = {name: value for name, value in to_dict(settings_of(run)).items() if name not in BY_LANE}
         saved = checkpoint.load_latest(run)
-        groups.setdefault(json.dumps([config, saved.step if saved else 0], sort_keys=True), []).append(run)
-    return list(groups.values())
+        if saved is not None:
+            for name in saved.state["lanes"]:
+                before.setdefault((kinds[run], name), tuple(saved.state["lanes"]))
+            before[kinds[run], names[run]] = tuple(saved.state["lanes"])
+    groups: dict[tuple[str, tuple[str, ...]], list[RunFolder]] = {}
+    for run in runs:
+        groups.setdefault((kinds[run], before.get((kinds[run], names[run]), ())), []).append(run)
+    result = []
+    for (_, lanes), members in groups.items():
+        ordered = sorted(members, key=lambda run: lanes.index(names[run])) if lanes else members
+        if saved_together(ordered) is not None:
+            result.append(ordered)
+        else:
+            by_step: dict[int, list[RunFolder]] = {}
+            for run in ordered:
+                saved = checkpoint.load_latest(run)
+                by_step.setdefault(saved.step if saved else 0, []).append(run)
+            result += by_step.values()
+    return result
+
+
+def saved_together(runs: Sequence[RunFolder]) -> list[checkpoint.Checkpoint] | None:
+    """The checkpoints of the last step that all runs have one of; [] where they start anew; None where there is none.
+
+    A kill between two saves leaves some lanes a checkpoint ahead of the others.
+    """
+    saved = [checkpoint.load_latest(run) for run in runs]
+    steps = [own.step if own is not None else 0 for own in saved]
+    if not any(steps):
+        return []
+    found = [checkpoint.load_latest(run, at_most=min(steps)) for run in runs]
+    same = [own for own in found if own is not None and own.step == min(steps)]
+    return same if len(same) == len(runs) else None
 
 
 def train_together(
@@ -110,7 +149,7 @@ class _Lanes:
         )
         self.recorded = Recorded(self.learner)
         tasks = self.problem.tasks
-        empty = torch.full((tasks + 1, tasks), float("nan"))
+        empty = torch.full((tasks + 1, tasks), float("nan"), dtype=torch.float64)
         self.progress = [Progress(matrix=empty.clone()) for _ in runs]
         self._restore(notify)
         if self.done == 0:
@@ -157,20 +196,20 @@ class _Lanes:
         state = self.learner.state()
         for lane, (run, progress) in enumerate(zip(self.runs, self.progress, strict=True)):
             own = {name: (t if t.ndim == 0 else t[lane]).clone() for name, t in state.items()}
-            checkpoint.save(
-                run, {"learner": own, "matrix": progress.matrix, "seconds": progress.seconds}, progress.batches
-            )
+            others = [other.path.name for other in self.runs]
+            values = {"learner": own, "matrix": progress.matrix, "seconds": progress.seconds, "lanes": others}
+            checkpoint.save(run, values, progress.batches)
 
     def finish(self) -> None:
         """Leave the network and what was measured; the result comes last: where it is, the run is finished."""
         weights = self.learner.network.views(self.learner.weights)
         for lane, (run, progress) in enumerate(zip(self.runs, self.progress, strict=True)):
             save_weights(run.path / "model.safetensors", {name: t[lane].clone() for name, t in weights.items()}, {})
-            matrix = progress.matrix[1:].double()
+            matrix = progress.matrix[1:]
             measured = {
                 "ra": metrics.retained_accuracy(matrix),
                 "bti": metrics.backward_transfer(matrix),
-                "forward_transfer": metrics.forward_transfer(matrix, progress.matrix[0].double()),
+                "forward_transfer": metrics.forward_transfer(matrix, progress.matrix[0]),
                 "accuracy_matrix": progress.matrix[1:].tolist(),
                 "untrained": progress.matrix[0].tolist(),
                 "seconds": progress.seconds,
@@ -180,26 +219,34 @@ class _Lanes:
             write_json(run.path / RESULT, measured)
 
     def _restore(self, notify: Callable[[str], None] | None) -> None:
-        saved = [checkpoint.load_latest(run) for run in self.runs]
-        for run, progress, own in zip(self.runs, self.progress, saved, strict=True):
-            run.rewind(own.step if own is not None else 0)
-            if own is not None:
-                progress.batches, progress.seconds = own.step, own.state["seconds"]
-                progress.matrix = own.state["matrix"]
+        saved = saved_together(self.runs)
+        assert saved is not None  # lane_groups put only such runs together
+        for number, (run, progress) in enumerate(zip(self.runs, self.progress, strict=True)):
+            run.rewind(saved[number].step if saved else 0)
+            if saved:
+                own = saved[number]
+                progress.batches, progress.seconds, progress.matrix = (
+                    own.step,
+                    own.state["seconds"],
+                    own.state["matrix"],
+                )
                 for note in own.notes:
                     if notify is not None:
                         notify(note)
                 if self.report is not None:
                     self.report(run, own.step, {})
-        states = [own.state["learner"] for own in saved if own is not None]
-        if states:
-            names = states[0]
+        if not saved:
+            return
+        states = [own.state["learner"] for own in saved]
+        try:
             self.learner.restore(
-                {
-                    name: names[name] if names[name].ndim == 0 else torch.stack([own[name] for own in states])
-                    for name in names
-                }
+                {n: t if t.ndim == 0 else torch.stack([own[n] for own in states]) for n, t in states[0].items()}
             )
+        except (KeyError, RuntimeError) as error:
+            raise MismatchError(
+                f"{self.runs[0].path}: its checkpoint belongs to other settings than run.json has; "
+                "put run.json back as it was, or start anew in another folder"
+            ) from error
 
     def _test_after(self, task: int) -> None:
         """All test images where the result depends on it: of the task just learned, and of all at the end."""

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from wheretolearn.config import to_dict
-from wheretolearn.continual.training import BY_LANE, Report, finished, lane_groups, settings_of, train_together
+from wheretolearn.continual.training import Report, finished, lane_groups, saved_together, train_together
 from wheretolearn.errors import NonFiniteError, Stopped, UserError
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
@@ -95,19 +94,13 @@ def train_in_processes(
 def share_out(runs: Sequence[RunFolder], processes: int) -> list[list[RunFolder]]:
     """The runs of each process: lanes of equal settings in as many even parts as there are processes.
 
-    Lanes that are not equally far, as after a stop, go apart; otherwise resumed runs share as they did before.
+    Runs that have a checkpoint stay with those they were with.
     """
-    kinds: dict[object, list[RunFolder]] = {}
-    for run in runs:
-        kind = tuple(item for item in to_dict(settings_of(run)).items() if item[0] not in BY_LANE)
-        kinds.setdefault(kind, []).append(run)
     shares = []
-    for alike in kinds.values():
-        most = -(-len(alike) // processes)
-        for group in lane_groups(alike):
-            parts = -(-len(group) // most)
-            borders = [round(part * len(group) / parts) for part in range(parts + 1)]
-            shares += [group[start:end] for start, end in pairwise(borders)]
+    for group in lane_groups(runs):
+        parts = 1 if saved_together(group) else min(processes, len(group))
+        borders = [round(part * len(group) / parts) for part in range(parts + 1)]
+        shares += [group[start:end] for start, end in pairwise(borders)]
     return sorted(shares, key=len, reverse=True)  # the longest first, so that no process is left alone with one
 
 

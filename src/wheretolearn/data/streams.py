@@ -232,7 +232,7 @@ def _examples(images: int, tasks: int, examples: int, seed: int, stream: str) ->
     if tasks < 1 or examples < 1:
         raise ConfigError(f"a stream needs at least 1 task and 1 example, not {tasks} and {examples}")
     if examples > images:
-        raise DataError(f"a task of {examples} examples cannot be drawn from {images} training images; ask for fewer")
+        raise DataError(f"examples={examples} cannot be drawn from {images} training images: ask for fewer")
     return [
         permutation_keys((images,), seed, stream, "images", task).topk(examples, largest=False).indices
         for task in range(tasks)

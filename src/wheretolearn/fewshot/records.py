@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,15 +65,31 @@ def result_records(evaluations: Evaluations, preset_name: str | None = None) -> 
     return records
 
 
-def check_savable(records: Sequence[ResultRecord], folder: Path) -> None:
-    """Refuse a folder that cannot be written to, or whose records hold seeds that would be lost."""
+def check_savable(records: Sequence[ResultRecord], folder: Path, incidental: Set[str] = INCIDENTAL) -> None:
+    """Refuse a folder that cannot be written to, or whose records hold seeds or other settings that would be lost.
+
+    Settings that are ``incidental`` may differ, and so may those that came or went between two versions.
+    """
     parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"cannot write records to {folder}: {parent} cannot be written to; choose another folder")
     present = {(record.name, record.metric): record for record in load_all(folder)}
     for record in records:
         older = present.get((record.name, record.metric))
-        lost = [] if older is None else [str(seed) for seed in older.seeds if seed not in record.seeds]
+        if older is None:
+            continue
+        there, here = older.config, record.config
+        changed = [
+            f"{name}={toml_text(there[name])} there, {toml_text(here[name])} here"
+            for name in here
+            if name in there and name not in incidental and there[name] != here[name]
+        ]
+        if changed:
+            raise UserError(
+                f"{folder} holds a record of {record.name}, {record.metric}, with other settings: "
+                f"{'; '.join(changed)}. Choose another folder, or delete that record"
+            )
+        lost = [str(seed) for seed in older.seeds if seed not in record.seeds]
         if lost:
             raise UserError(
                 f"{folder} holds a record of {record.name}, {record.metric}, with seeds that these runs lack: "
@@ -81,9 +97,9 @@ def check_savable(records: Sequence[ResultRecord], folder: Path) -> None:
             )
 
 
-def save_records(records: Sequence[ResultRecord], folder: Path) -> list[Path]:
+def save_records(records: Sequence[ResultRecord], folder: Path, incidental: Set[str] = INCIDENTAL) -> list[Path]:
     """Write records, all of them or none where one must not be written."""
-    check_savable(records, folder)
+    check_savable(records, folder, incidental)
     return [save(record, folder) for record in records]
 
 

@@ -35,6 +35,7 @@ MOST_NUMBERED = 20  # tasks of a matrix that has room for numbers
 MOST_SHAPES = 50  # tasks of a matrix whose cells are shapes; as such, more would take megabytes
 MOST_POINTS = 1500  # of one drawn line; the data beside it holds all
 LONGEST_LABEL = 44
+LONGEST_SLUG = 80  # file names end at 255 bytes
 SPEAKING = ("learner", "problem", "data", "model")  # settings whose values need no name beside them
 
 
@@ -136,7 +137,7 @@ def group_runs(runs: Sequence[ContinualRun]) -> list[Group]:
         check_seeds([run.folder for run in own])
         values = [(name, _value(getattr(config, name))) for name in names]
         label = ", ".join(value if name in SPEAKING else f"{_words(name)} {value}" for name, value in values)
-        slug = re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")
+        slug = re.sub(r"[^a-z0-9.]+", "-", label.lower())[:LONGEST_SLUG].strip("-.")
         if any(group.slug == slug for group in groups):
             slug = f"{slug}-{len(groups) + 1}".lstrip("-")
         groups.append(Group(sorted(own, key=lambda run: run.folder.seed), label, slug))

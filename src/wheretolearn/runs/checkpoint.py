@@ -75,13 +75,17 @@ def save(run: RunFolder | str | PathLike[str], state: Mapping[str, Any], step: i
     return path
 
 
-def load_latest(run: RunFolder | str | PathLike[str]) -> Checkpoint | None:
+def load_latest(run: RunFolder | str | PathLike[str], at_most: int | None = None) -> Checkpoint | None:
     """The newest checkpoint that is whole, with its tensors on the CPU; None where none was saved.
+
+    ``at_most`` passes over those of later steps.
 
     Where there are checkpoints but all are damaged, this is a UserError that names them.
     """
     notes: list[str] = []
     for stored in _stored(_folder(run)):
+        if at_most is not None and stored.step > at_most:
+            continue
         try:
             content = stored.path.read_bytes()
             if _checksum(content) != stored.checksum:

@@ -84,8 +84,8 @@ class Learner:
         return {}
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that learning changes, as tensors: by lane, but for ``looks``."""
-        own = {"weights": self.weights, "looks": self.looks}
+        """A copy of everything that learning changes, as tensors: by lane, but for ``looks``."""
+        own = {"weights": self.weights.clone(), "looks": self.looks.clone()}
         return own | ({} if self.buffer is None else {f"buffer.{k}": v for k, v in self.buffer.state().items()})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -96,6 +96,8 @@ class Learner:
             self.prepare(stored["inputs"])
             assert self.buffer is not None
             self.buffer.restore(stored)
+        elif self.buffer is not None:
+            self.buffer.seen.zero_()
 
     def _with_replay(self, x: Tensor, y: Tensor) -> Seen:
         batch = y.shape[1]

@@ -72,7 +72,7 @@ class GEM(Learner):
 
     def state(self) -> dict[str, Tensor]:
         own = {} if self.inputs is None else {"inputs": self.inputs, "labels": self.labels, "stored": self.stored}
-        return super().state() | {f"tasks.{name}": tensor for name, tensor in own.items()}
+        return super().state() | {f"tasks.{name}": tensor.clone() for name, tensor in own.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)

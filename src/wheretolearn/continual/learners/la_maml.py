@@ -64,7 +64,7 @@ class LaMAML(Learner):
         return {name: share.flatten(1).mean(1) for name, share in self.network.views(is_closed).items()}
 
     def state(self) -> dict[str, Tensor]:
-        return super().state() | {"raw": self.raw}
+        return super().state() | {"raw": self.raw.clone()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)

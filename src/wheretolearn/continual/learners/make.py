@@ -15,6 +15,7 @@ from wheretolearn.continual.learners.la_maml import LaMAML, LookAheadRule
 from wheretolearn.continual.learners.mer import MER
 from wheretolearn.continual.learners.sgd import SGD
 from wheretolearn.continual.mlp_lanes import MLPLanes
+from wheretolearn.errors import ConfigError
 from wheretolearn.models.mlp import MLP
 
 RULES: dict[str, LookAheadRule] = {
@@ -50,12 +51,17 @@ def make_learner(
             network, own_seeds, lr=lr, beta=config.mer_beta, gamma=config.mer_gamma, steps=config.mer_steps, **replay
         )
     if config.learner == "gem":
+        if config.memory < tasks:
+            raise ConfigError(
+                f"memory={config.memory} is less than one example for each of {tasks} tasks: "
+                f"gem needs memory={tasks} or more"
+            )
         return GEM(
             network,
             own_seeds,
             lr=lr,
             tasks=tasks,
-            memory_per_task=max(1, config.memory // tasks),
+            memory_per_task=config.memory // tasks,
             memory_strength=config.memory_strength,
             **common,
         )
