@@ -155,9 +155,15 @@ def test_a_run_that_is_not_finished_is_not_evaluated(paths, tmp_path):
 
 
 def test_options_of_few_shot_evaluation_are_refused(paths):
-    message = "--split, --steps: not for continual runs, which are measured while they learn"
+    message = "--split, --tasks, --steps: not for continual runs, which are measured while they learn"
     with pytest.raises(ConfigError, match=message):
-        evaluate(paths, ["test"], steps=0, device="cpu")
+        evaluate(paths, ["test"], tasks=5, steps=0, device="cpu")
+
+
+def test_the_cell_of_another_protocol_is_refused(paths, capsys):
+    with pytest.raises(ConfigError, match=r"of the protocol fewshot, but .*seed0 is continual"):
+        evaluate(paths, preset_name="table1.maml.shot5", device="cpu")
+    assert capsys.readouterr().out == ""
 
 
 # Called in this process: what is refused before any work.
@@ -186,16 +192,38 @@ def test_a_few_shot_preset_is_sent_to_its_command(tmp_path):
         ("tasks=0", "tasks must be at least 1, not 0"),
         ("examples=9999", "9999"),
         ("model=cifar_net", "use model=mlp"),
+        ("learner=gem", "memory=4 is less than one example for each of 5 tasks"),
         ("data=mnits", "mnits"),
     ],
 )
 def test_a_wrong_setting_leaves_no_run_behind(tmp_path, setting, message):
-    assert message in refusal(tmp_path / "run", [PRESET], overrides=[setting])
+    assert message in refusal(tmp_path / "run", [PRESET], overrides=["memory=4", setting])
     assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_preset_names_the_nearest(tmp_path):
     assert "table5.sparse-la-maml.rotations" in refusal(tmp_path / "run", ["table5.sparse-lamaml.rotations"])
+
+
+def test_a_group_stands_for_all_its_presets(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr("wheretolearn.cli.continual.take_to_the_end", lambda runs, *_: started.extend(runs))
+    monkeypatch.chdir(tmp_path)
+    continual(None, ["figure3.width", "figure3.width.50"], scale="quick", seeds=2, overrides=SMALL[3::2], device="cpu")
+    widths = [25, 50, 100, 200, 400]
+    assert [(run.preset, run.seed, run.config["width"]) for run in started] == [
+        (f"figure3.width.{width}", seed, width) for width in widths for seed in (0, 1)
+    ]
+    assert "figure3.width is a group of 5 presets of 2 seeds: 10 runs" in capsys.readouterr().err
+    started.clear()
+    continual(None, ["table5.la-maml"], scale="quick", device="cpu")
+    names = [f"table5.la-maml.{problem}" for problem in ("rotations", "permutations", "many")]
+    assert [str(run.path) for run in started] == [f"runs/table5.la-maml/{name}-seed0" for name in names]
+    assert "table5.la-maml is a group of 3 presets: 3 runs" in capsys.readouterr().err
+
+
+def test_a_group_of_few_shot_presets_is_sent_to_its_command(tmp_path):
+    assert refusal(tmp_path / "run", ["table1.maml"]).endswith("use `wheretolearn train`")
 
 
 def test_a_folder_that_holds_a_run_says_how_to_go_on(paths):
@@ -218,7 +246,11 @@ def test_a_run_is_named_after_its_preset_or_by_hand(straight, monkeypatch):
 def test_records_that_cannot_be_written_are_refused_before_any_work(straight, tmp_path):
     assert "give a --preset" in refusal(tmp_path / "run", None, record=tmp_path)
     assert "seeds that these runs lack: 0" in refusal(
-        tmp_path / "run", [PRESET], seed=1, seeds=2, record=straight[0] / "records"
+        tmp_path / "run", [PRESET], overrides=SMALL[1::2], seed=1, seeds=2, record=straight[0] / "records"
+    )
+    other = [*SMALL[1::2], "lr=0.2"]
+    assert "with other settings: lr=0.15 there, 0.2 here. Choose another folder" in refusal(
+        tmp_path / "run", [PRESET], overrides=other, seeds=2, record=straight[0] / "records"
     )
     assert not (tmp_path / "run").exists()
 

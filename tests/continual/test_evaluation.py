@@ -6,6 +6,7 @@ import torch
 from wheretolearn.config import to_dict
 from wheretolearn.continual import training
 from wheretolearn.continual.config import ContinualConfig
+from wheretolearn.continual.mlp_lanes import MLPLanes
 from wheretolearn.continual.problem import Problem
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
@@ -16,16 +17,8 @@ TASKS, BATCHES, FEW = 3, 6, 3  # batches of each task
 SEEDS = (2, 7)
 CONFIG = ContinualConfig(
     problem="rotations", tasks=TASKS, examples=60, classes=5, batch=10, width=12, learner="sgd", lr=0.1,
-    matrix_images=FEW, checkpoint_every=BATCHES,
+    glances=5, matrix_images=FEW, checkpoint_every=BATCHES,
 )  # fmt: skip
-
-
-def views(flat, model):
-    """A row of weights by parameter name."""
-    parts = flat.split([parameter.numel() for parameter in model.parameters()])
-    return {
-        name: part.view_as(parameter) for (name, parameter), part in zip(model.named_parameters(), parts, strict=True)
-    }
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +41,10 @@ def measured(tmp_path_factory):
         run.close()
         weights[run.seed].append(checkpoint.load_latest(run).state["learner"]["weights"])
         model = CONFIG.build_model(problem.image_shape, problem.classes, run.seed)
+        lanes = MLPLanes([model])
         networks = [
-            dict(model.state_dict()),
-            *(views(own, model) for own in weights[run.seed]),
+            {name: view[0] for name, view in lanes.views(own).items()}
+            for own in (lanes.weights, *(flat.unsqueeze(0) for flat in weights[run.seed]))
         ]
         tests = [problem.test_set(lane, task) for task in range(TASKS)]
         assert all(len(labels) > 4 * FEW for _, labels in tests)

@@ -98,7 +98,7 @@ def test_gem():
 
 def test_gem_keeps_no_more_than_it_was_given():
     assert make("gem", memory=5).memory_per_task == 1
-    with pytest.raises(ConfigError, match="memory=4 is less than one example for each of 5 tasks: .* memory=5 or more"):
+    with pytest.raises(ConfigError, match=r"memory=4 is less than one .* 5 tasks: .*memory=5 or more"):
         make("gem", memory=4)
 
 

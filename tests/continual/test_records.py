@@ -3,15 +3,18 @@
 import json
 import statistics
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from wheretolearn.config import from_dict, to_dict
 from wheretolearn.continual.config import ContinualConfig
-from wheretolearn.continual.records import measures, result_records
+from wheretolearn.continual.records import INCIDENTAL, measured_by, measures, result_records
 from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.fewshot.records import save_records
 from wheretolearn.presets import load_preset
 from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.results import load_all
 
 PRESET = "table5.sparse-la-maml.rotations"
 SPARSITY = {"layer1.weight": 0.05, "layer1.bias": 0.7, "head.weight": 0.8}
@@ -121,7 +124,55 @@ def test_a_run_without_a_preset_needs_its_name(finished_run):
         result_records([run], "table1.maml.shot5")
 
 
-def test_a_damaged_result_is_named(finished_run):
-    run = finished_run("a", result={"sparsity_by_tensor": None})
-    with pytest.raises(UserError, match=r"result\.json is damaged"):
-        measures(run)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"sparsity_by_tensor": None},
+        {"sparsity": None},
+        {"ra": "abc"},
+        {"ra": []},
+        {"runs_at_once": float("inf")},
+        *({name: ...} for name in ("ra", "forward_transfer", "sparsity", "sparsity_by_tensor", "seconds")),
+        {"runs_at_once": ...},
+    ],
+    ids=str,
+)
+def test_a_damaged_result_is_named(finished_run, damage):
+    """``...``: what the file lacks."""
+    whole, run = finished_run("whole", 1), finished_run("a")
+    file = run.path / "result.json"
+    found = {**json.loads(file.read_text()), **damage}
+    file.write_text(json.dumps({name: value for name, value in found.items() if value is not ...}))
+    for read in (lambda: measures(run), lambda: measured_by([whole, run]), lambda: result_records([run, whole])):
+        with pytest.raises(UserError, match=r"a/result\.json is damaged"):
+            read()
+
+
+def test_results_that_do_not_hold_the_same_measures_are_named(finished_run):
+    runs = [finished_run("a"), finished_run("b", 1, result={"sparsity_by_tensor": {"head.weight": 0.8}})]
+    with pytest.raises(UserError, match=r"b/result\.json or .*a/result\.json is damaged"):
+        result_records(runs)
+
+
+def test_a_record_is_not_replaced_by_one_of_another_experiment(finished_run, tmp_path):
+    folder = tmp_path / "records"
+    save_records(result_records([finished_run("a")]), folder, INCIDENTAL)
+    before = load_all(folder)
+    other = result_records([finished_run("b", lr=0.2, clip_norm=None)])
+    lost = (
+        r"RA, with other settings: lr=0\.15 there, 0\.2 here; clip_norm=2\.0 there, none here\. Choose another folder"
+    )
+    with pytest.raises(UserError, match=lost):
+        save_records(other, folder, INCIDENTAL)
+    assert load_all(folder) == before
+    again = result_records([finished_run("c", log_every=7, matrix_images=50, result={"ra": 0.5})])
+    save_records(again, folder, INCIDENTAL)
+    assert by_metric(load_all(folder))["RA"].values == (50.0,)
+
+
+def test_a_setting_that_older_records_do_not_know_is_no_other_experiment(finished_run, tmp_path):
+    records = result_records([finished_run("a")])
+    older = [replace(record, config={"lr": record.config["lr"], "forgotten": 1}) for record in records]
+    save_records(older, tmp_path / "records", INCIDENTAL)
+    save_records(records, tmp_path / "records", INCIDENTAL)
+    assert by_metric(load_all(tmp_path / "records"))["RA"].config == records[0].config

@@ -275,6 +275,24 @@ def test_a_folder_for_records_that_cannot_be_written_is_refused_first(trained, t
     assert capsys.readouterr().out == ""
 
 
+def test_a_record_is_not_replaced_by_one_of_another_experiment(trained, tmp_path, capsys):
+    folder = tmp_path / "records"
+    evaluate([trained("run").path], tasks=2, record=folder)
+    before = load_all(folder)
+    capsys.readouterr()
+    with pytest.raises(UserError, match=r"with other settings: width=4 there, 5 here\. Choose another folder"):
+        evaluate([trained("wide", width=5).path], tasks=2, record=folder)
+    assert capsys.readouterr().out == ""  # before anything was measured
+    assert load_all(folder) == before
+    evaluate([trained("again", log_every=1).path], tasks=2, record=folder)
+
+
+def test_the_cell_of_another_protocol_is_refused(trained, capsys):
+    with pytest.raises(ConfigError, match=r"of the protocol continual, but .*run is fewshot"):
+        evaluate([trained("run").path], preset_name="table5.sgd.many")
+    assert capsys.readouterr().out == ""
+
+
 def test_a_ridge_head_takes_no_inner_steps_and_has_no_sparsity(trained, capsys):
     ridge = {"head": "ridge", "mask": "fixed", "inner_steps": 0, "test_inner_steps": 0, "preset": None}
     runs = [trained(f"seed{seed}", seed, **ridge) for seed in (0, 1)]

@@ -178,6 +178,18 @@ def test_runs_that_differ_in_seed_only_are_one_group(tmp_path: Path) -> None:
     assert labels(accuracy_over_tasks(groups).figure) == ["width 20", "width 100"]
 
 
+def test_runs_that_differ_in_many_settings_have_file_names_of_bearable_length(tmp_path: Path) -> None:
+    many = {"lr": 0.123, "mask_lr": 0.4, "memory": 17, "replay_batch": 6, "meta_loss": "final", "clip_norm": 1.5}
+    many |= {"straight_through_scale": 0.3, "memory_strength": 0.2, "mer_steps": 4, "mer_beta": 0.6, "mer_gamma": 0.7}
+    settings: list[dict[str, Any]] = [{}, many, {**many, "mer_gamma": 0.8}, {**many, "mer_gamma": 0.9}]
+    runs = [run for number, own in enumerate(settings) for run in two_seeds(tmp_path / str(number), **own)]
+    groups = group_runs(runs)
+    assert all(len(group.label) > 100 for group in groups)
+    assert len({group.slug for group in groups}) == 4
+    assert all(40 < len(group.slug) < 85 for group in groups)
+    assert len({drawing.stem for drawing in draw(groups)}) == len(draw(groups))
+
+
 def test_the_same_seed_twice_is_refused(tmp_path: Path) -> None:
     runs = [read_run(RunFolder.open(fake_run(tmp_path / name, 0))) for name in ("a", "b")]
     with pytest.raises(ConfigError, match="same seed 0"):
