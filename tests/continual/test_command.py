@@ -279,8 +279,9 @@ def test_lanes_are_shared_out_evenly_and_those_of_other_settings_apart(new_runs)
     assert sorted(seeds_of(share_out(runs, 2))) == [[0, 1], [2, 3, 4], [5], [6]]
     assert len(share_out(runs, 16)) == 7
     # As after a stop: three are at one batch and two at another, and nobody needs to part.
-    for run in runs[:5]:
-        checkpoint.save(run, {"a": 0}, 20 if run.seed in (0, 2, 4) else 25)
+    for seeds, step in (((0, 2, 4), 20), ((1, 3), 25)):
+        for seed in seeds:
+            checkpoint.save(runs[seed], {"lanes": [runs[other].path.name for other in seeds]}, step)
     assert seeds_of(share_out(runs[:5], 2)) == [[0, 2, 4], [1, 3]]
 
 

@@ -62,7 +62,8 @@ def test_all_methods_face_the_same_problems(method):
         config = configs("paper")[f"table5.{method}.{problem}"]
         assert (config.data, config.tasks, config.examples, config.memory) == ("mnist", tasks, examples, memory)
         assert config.problem == ("rotations" if problem == "rotations" else "permutations")
-        assert (config.batch, config.replay_batch, config.width, config.epochs) == (10, 10, 100, 1)
+        replayed = 50 if method == "mer" else 10  # mer walks through single examples
+        assert (config.batch, config.replay_batch, config.width, config.epochs) == (10, replayed, 100, 1)
 
 
 def test_split_cifar_has_the_settings_that_the_paper_lists():

@@ -67,15 +67,15 @@ def lane_groups(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
     for run in runs:
         saved = checkpoint.load_latest(run)
         if saved is not None:
-            for name in saved.state["lanes"]:
-                before.setdefault((kinds[run], name), tuple(saved.state["lanes"]))
-            before[kinds[run], names[run]] = tuple(saved.state["lanes"])
+            lanes = tuple(saved.state.get("lanes", [names[run]]))
+            before |= {(kinds[run], name): lanes for name in lanes if (kinds[run], name) not in before}
+            before[kinds[run], names[run]] = lanes
     groups: dict[tuple[str, tuple[str, ...]], list[RunFolder]] = {}
     for run in runs:
         groups.setdefault((kinds[run], before.get((kinds[run], names[run]), ())), []).append(run)
     result = []
-    for (_, lanes), members in groups.items():
-        ordered = sorted(members, key=lambda run: lanes.index(names[run])) if lanes else members
+    for (_, order), members in groups.items():
+        ordered = sorted(members, key=lambda run: order.index(names[run])) if order else members
         if saved_together(ordered) is not None:
             result.append(ordered)
         else:
