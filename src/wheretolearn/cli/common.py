@@ -1,7 +1,7 @@
 """What the commands of all protocols share: options, devices, and the folders of runs."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -89,8 +89,8 @@ def finished(run: RunFolder) -> bool:
     return run.protocol in _FINISHED and _FINISHED[run.protocol](run)
 
 
-def runs_in(paths: Sequence[Path], wanted: Literal["finished", "unfinished"]) -> list[RunFolder]:
-    """The runs that paths name: a run itself, or all those in a folder that are as wanted."""
+def find_runs(paths: Sequence[Path], keep: Callable[[Path, list[RunFolder]], list[RunFolder]]) -> list[RunFolder]:
+    """The runs that paths name, each once: a run itself, or of those in a folder the ones that ``keep`` returns."""
     found: dict[Path, RunFolder] = {}
     for path in paths:
         if (path / "run.json").exists() or not path.is_dir():
@@ -99,17 +99,29 @@ def runs_in(paths: Sequence[Path], wanted: Literal["finished", "unfinished"]) ->
             everything = [RunFolder.open(file.parent) for file in sorted(path.glob("*/run.json"))]
             if not everything:
                 raise UserError(f"{path} is not a run folder, and none of its folders is one")
-            inside = [run for run in everything if finished(run) == (wanted == "finished")]
-            for run in everything:
-                if run not in inside:
-                    typer.echo(f"{run.path}: {'finished' if finished(run) else 'not finished'}, left out", err=True)
-            if not inside:
-                raise UserError(f"{path} holds no run that is {wanted}")
-        found |= {run.path.resolve(): run for run in inside if run.path.resolve() not in found}
-    for run in found.values():
+            inside = keep(path, everything)
+        for run in inside:
+            found.setdefault(run.path.resolve(), run)
+    return list(found.values())
+
+
+def runs_in(paths: Sequence[Path], wanted: Literal["finished", "unfinished"]) -> list[RunFolder]:
+    """The runs that paths name: a run itself, or all those in a folder that are as wanted."""
+
+    def as_wanted(path: Path, runs: list[RunFolder]) -> list[RunFolder]:
+        inside = [run for run in runs if finished(run) == (wanted == "finished")]
+        for run in runs:
+            if run not in inside:
+                typer.echo(f"{run.path}: {'finished' if finished(run) else 'not finished'}, left out", err=True)
+        if not inside:
+            raise UserError(f"{path} holds no run that is {wanted}")
+        return inside
+
+    found = find_runs(paths, as_wanted)
+    for run in found:
         if run.protocol not in _FINISHED:
             raise UserError(f"{run.path} is a run of the protocol {run.protocol}, which this command does not know")
-    return list(found.values())
+    return found
 
 
 def labels_of(runs: Sequence[RunFolder]) -> dict[RunFolder, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from wheretolearn.cli.common import find_runs
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs.folder import RunFolder
 
@@ -34,7 +35,7 @@ def figures(
     from wheretolearn.report import continual
 
     folder = _common_folder(paths) / "figures" if out is None else out
-    runs = [continual.read_run(run) for run in _runs_in(paths)]
+    runs = [continual.read_run(run) for run in find_runs(paths, _continual)]
     begun = [run for run in runs if run.tasks_learned or run.sparsity]
     for run in runs:
         _tell_unfinished(run, run in begun)
@@ -74,23 +75,13 @@ def _name(group: "Group") -> str:
     return group.label or group.config.learner
 
 
-def _runs_in(paths: Sequence[Path]) -> list[RunFolder]:
-    """The runs that paths name: a run itself, or all continual ones in a folder."""
-    found: dict[Path, RunFolder] = {}
-    for path in paths:
-        if (path / "run.json").exists() or not path.is_dir():
-            inside = [RunFolder.open(path)]
-        else:
-            everything = [RunFolder.open(file.parent) for file in sorted(path.glob("*/run.json"))]
-            if not everything:
-                raise UserError(f"{path} is not a run folder, and none of its folders is one")
-            inside = [run for run in everything if run.protocol == "continual"] or everything
-            for run in everything:
-                if run not in inside:
-                    typer.echo(f"note: {run.path} is a run of the protocol {run.protocol}, left out", err=True)
-        for run in inside:
-            found.setdefault(run.path.resolve(), run)
-    return list(found.values())
+def _continual(path: Path, runs: list[RunFolder]) -> list[RunFolder]:
+    """The continual runs of a folder; where it has none, all, so that reading them says what they are."""
+    inside = [run for run in runs if run.protocol == "continual"] or runs
+    for run in runs:
+        if run not in inside:
+            typer.echo(f"note: {run.path} is a run of the protocol {run.protocol}, left out", err=True)
+    return inside
 
 
 def _common_folder(paths: Sequence[Path]) -> Path:

@@ -4,6 +4,7 @@
 the same methods in closed form for all lanes at once.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -15,22 +16,22 @@ from torch.nn import functional as F
 from wheretolearn.engine.compiled import ParallelStreams
 
 
-class LaneNetwork:
+class LaneNetwork(ABC):
     """What a continual learner needs of a network. Gradients are those of the mean cross-entropy, first order."""
 
     weights: Tensor  # [lanes, weights], those the networks start with
 
+    @abstractmethod
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """A matrix like ``weights`` as ``[lanes, *shape]`` by parameter name, sharing its memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, weights: Tensor, inputs: Tensor) -> Tensor:
         """``[lanes, examples, classes]`` of inputs ``[lanes, examples, ...]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient(self, weights: Tensor, inputs: Tensor, labels: Tensor, shares: Tensor | None = None) -> Tensor:
         """``[lanes, weights]``; ``shares[lanes, examples]`` weigh the examples, by default alike."""
-        raise NotImplementedError
 
     def look_ahead(
         self, weights: Tensor, rates: Tensor, inputs: Tensor, labels: Tensor, shares: Tensor, steps: int, every: bool

@@ -1,5 +1,6 @@
 """What all continual learners share: lanes, glances, replay, and state in and out."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class Seen:
         return self.labels[:, : self.batch]
 
 
-class Learner:
+class Learner(ABC):
     """Learns from a stream, batch by batch; several lanes at once, each with its own network, seed and memory.
 
     ``observe`` and ``predict`` take ``[lanes, examples, ...]``. Numbers such as learning rates may differ by lane: give
@@ -52,21 +53,17 @@ class Learner:
         for glance in range(self.glances):
             order = random_bits_by_lane((labels.shape[1],), self.seeds, "glance", self.looks).argsort(1)
             lane = torch.arange(len(order), device=order.device).unsqueeze(1)
-            x, y = inputs[lane, order], labels[lane, order]
-            seen = self._with_replay(x, y)
-            if glance == 0 and fresh:
-                self.remember(x, y, task)
-            self.learn(seen, task)
+            self.look(inputs[lane, order], labels[lane, order], task, new=fresh and glance == 0)
             self.looks += 1
+
+    @abstractmethod
+    def look(self, inputs: Tensor, labels: Tensor, task: int, new: bool) -> None:
+        """Learn from one glance at a batch; ``new``: offer its examples to the memory."""
 
     def prepare(self, inputs: Tensor) -> None:
         """Make the memory, once inputs show their shape."""
         if self.buffer is None:
             self.buffer = ReplayBuffer(self.seeds, max(1, self.memory_size), tuple(inputs.shape[2:]), inputs.dtype)
-
-    def learn(self, seen: Seen, task: int) -> None:
-        """Update the weights from one glance at a batch."""
-        raise NotImplementedError
 
     def remember(self, inputs: Tensor, labels: Tensor, task: int) -> None:
         """Offer new examples to the memory."""
@@ -98,6 +95,20 @@ class Learner:
             self.buffer.restore(stored)
         elif self.buffer is not None:
             self.buffer.seen.zero_()
+
+
+class BatchLearner(Learner):
+    """Learns from a batch as a whole, beside examples drawn from memory before the batch is offered to it."""
+
+    def look(self, inputs: Tensor, labels: Tensor, task: int, new: bool) -> None:
+        seen = self._with_replay(inputs, labels)
+        if new:
+            self.remember(inputs, labels, task)
+        self.learn(seen, task)
+
+    @abstractmethod
+    def learn(self, seen: Seen, task: int) -> None:
+        """Update the weights."""
 
     def _with_replay(self, x: Tensor, y: Tensor) -> Seen:
         batch = y.shape[1]

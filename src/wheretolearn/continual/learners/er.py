@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from wheretolearn.continual.lanes import LaneNetwork
-from wheretolearn.continual.learners.base import Learner, Seen, by_lane
+from wheretolearn.continual.learners.base import BatchLearner, Seen, by_lane
 
 
-class ExperienceReplay(Learner):
+class ExperienceReplay(BatchLearner):
     def __init__(
         self,
         network: LaneNetwork,

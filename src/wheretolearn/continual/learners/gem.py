@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wheretolearn.continual.lanes import LaneNetwork, clipped
-from wheretolearn.continual.learners.base import Learner, Seen, by_lane
+from wheretolearn.continual.learners.base import BatchLearner, Seen, by_lane
 from wheretolearn.errors import ConfigError, NonFiniteError, UserError
 
 RIDGE = 1e-10  # relative to each diagonal entry; keeps the programme solvable where past gradients are parallel
 
 
-class GEM(Learner):
+class GEM(BatchLearner):
     """``memory_strength`` is the margin: the least weight of every past gradient in a corrected step.
 
     ``tasks``: how many there will be. ``clip_norm`` shortens every gradient, of batch and memories, before comparing.

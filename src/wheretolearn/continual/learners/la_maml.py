@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from wheretolearn.continual.lanes import LaneNetwork, clipped
-from wheretolearn.continual.learners.base import Learner, Seen, by_lane
+from wheretolearn.continual.learners.base import BatchLearner, Seen, by_lane
 from wheretolearn.masks.elementwise import RULES
 
 MetaLoss = Literal["every-step", "final"]
 LookAheadRule = Literal["binary", "relu", "dying-relu"]
 
 
-class LaMAML(Learner):
+class LaMAML(BatchLearner):
     """``rule`` says what the raw numbers mean, all of them ``alpha`` at first:
 
     - ``dying-relu``, La-MAML: they are rectified learning rates, and a rate that falls below zero stays closed.

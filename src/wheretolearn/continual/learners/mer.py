@@ -8,7 +8,6 @@ to the memory.
 import torch
 from torch import Tensor
 
-from wheretolearn.continual.buffer import ReplayBuffer
 from wheretolearn.continual.lanes import LaneNetwork
 from wheretolearn.continual.learners.base import Learner, by_lane
 from wheretolearn.data.random_bits import random_bits_by_lane
@@ -44,23 +43,14 @@ class MER(Learner):
         self.lr, self.steps, self.clip_norm = by_lane(lr, self.weights), steps, clip_norm
         self.beta, self.gamma = by_lane(beta, self.weights), by_lane(gamma, self.weights)
 
-    @torch.no_grad()
-    def observe(self, inputs: Tensor, labels: Tensor, *, task: int = 0, fresh: bool = True) -> None:
-        if self.buffer is None:
-            self.buffer = ReplayBuffer(self.seeds, max(1, self.memory_size), tuple(inputs.shape[2:]), inputs.dtype)
-        batch = labels.shape[1]
-        lane = torch.arange(len(labels), device=labels.device).unsqueeze(1)
-        for glance in range(self.glances):
-            order = random_bits_by_lane((batch,), self.seeds, "glance", self.looks).argsort(1)
-            keys = random_bits_by_lane((batch, self.steps), self.seeds, "batches of mer", self.looks)
-            x, y = inputs[lane, order], labels[lane, order]
-            for number in range(batch):
-                own_x, own_y = x[:, number : number + 1], y[:, number : number + 1]
-                self._learn_example(own_x, own_y, keys[:, number])
-                # Only now, or the example could be replayed against itself.
-                if glance == 0 and fresh:
-                    self.remember(own_x, own_y, task)
-            self.looks += 1
+    def look(self, inputs: Tensor, labels: Tensor, task: int, new: bool) -> None:
+        keys = random_bits_by_lane((labels.shape[1], self.steps), self.seeds, "batches of mer", self.looks)
+        for number in range(labels.shape[1]):
+            own_inputs, own_labels = inputs[:, number : number + 1], labels[:, number : number + 1]
+            self._learn_example(own_inputs, own_labels, keys[:, number])
+            # Only now, or the example could be replayed against itself.
+            if new:
+                self.remember(own_inputs, own_labels, task)
 
     def _learn_example(self, x: Tensor, y: Tensor, keys: Tensor) -> None:
         """``x[lanes, 1, ...]``, and a key ``[lanes, steps]`` for each batch from memory."""

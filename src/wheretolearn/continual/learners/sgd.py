@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from wheretolearn.continual.lanes import LaneNetwork
-from wheretolearn.continual.learners.base import Learner, Seen, by_lane
+from wheretolearn.continual.learners.base import BatchLearner, Seen, by_lane
 
 
-class SGD(Learner):
+class SGD(BatchLearner):
     def __init__(self, network: LaneNetwork, seeds: Tensor, *, lr: float | Tensor, glances: int = 1):
         super().__init__(network, seeds, glances=glances)
         self.lr = by_lane(lr, self.weights)
