@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wheretolearn.continual import metrics
 from wheretolearn.continual.buffer import ReplayBuffer
 from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.continual.learners.make import make_learner
@@ -48,8 +49,9 @@ def settings(tasks: int) -> ContinualConfig:
     )
 
 
-def plain_accuracy(layers: list[Tensor], inputs: Tensor, labels: Tensor) -> float:
-    return (forward(layers, inputs).argmax(1) == labels).float().mean().item()
+def plain_accuracy(layers: list[Tensor], problem: Problem, task: int, limit: int | None = None) -> float:
+    (inputs, labels) = next(problem.test_sets(task, limit, chunk=len(problem.test.labels)))
+    return (forward(layers, inputs[0]).argmax(1) == labels[0]).float().mean().item()
 
 
 def forward(layers: list[Tensor], x: Tensor) -> Tensor:
@@ -109,9 +111,9 @@ def plain(config: ContinualConfig, seed: int, device: str) -> RA:
             with torch.no_grad():
                 for task in range(problem.tasks):
                     limit = None if task == batch.task else config.matrix_images
-                    plain_accuracy(theta, *problem.test_set(0, task, limit))
+                    plain_accuracy(theta, problem, task, limit)
     with torch.no_grad():
-        return statistics.fmean(plain_accuracy(theta, *problem.test_set(0, task)) for task in range(problem.tasks))
+        return statistics.fmean(plain_accuracy(theta, problem, task) for task in range(problem.tasks))
 
 
 def package(config: ContinualConfig, seeds: list[int], device: str) -> list[RA]:
@@ -119,19 +121,16 @@ def package(config: ContinualConfig, seeds: list[int], device: str) -> list[RA]:
     learner = make_learner([config] * len(seeds), seeds, problem.image_shape, problem.classes, problem.tasks, device)
     recorded = Recorded(learner)
 
-    def accuracy(lane: int, task: int, limit: int | None = None) -> float:
-        x, y = problem.test_set(lane, task, limit)
-        logits = learner.network.logits(learner.weights[lane : lane + 1], x.unsqueeze(0))[0]
-        return (logits.argmax(1) == y).float().mean().item()
+    def test(task: int, limit: int | None = None) -> list[float]:
+        return metrics.accuracies(learner, problem.test_sets(task, limit))
 
     for number in range(problem.batches):
         batch = problem.batch(number)
         recorded.observe(batch.inputs, batch.labels, task=batch.task, fresh=batch.fresh)
         if batch.ends_task:
-            for lane in range(len(seeds)):
-                for task in range(problem.tasks):
-                    accuracy(lane, task, None if task == batch.task else config.matrix_images)
-    return [statistics.fmean(accuracy(lane, task) for task in range(problem.tasks)) for lane in range(len(seeds))]
+            for task in range(problem.tasks):
+                test(task, None if task == batch.task else config.matrix_images)
+    return [statistics.fmean(lane) for lane in zip(*map(test, range(problem.tasks)), strict=True)]
 
 
 def in_a_process(config: ContinualConfig, seeds: list[int]) -> list[RA]:

@@ -32,8 +32,9 @@ def measured(tmp_path_factory):
         if batch > 1 and (batch - 1) % BATCHES == 0:  # the checkpoint was saved after the batch before
             weights[run.seed].append(checkpoint.load_latest(run).state["learner"]["weights"])
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "TEST_CHUNK", 7)  # chunks of unequal length
+    whole = Problem.test_sets
+    with pytest.MonkeyPatch.context() as patch:  # chunks of unequal length
+        patch.setattr(Problem, "test_sets", lambda self, task, limit=None: whole(self, task, limit, chunk=7))
         training.train_together(runs, keep)
     problem = Problem(CONFIG, SEEDS)
     outcomes = {}
@@ -46,7 +47,7 @@ def measured(tmp_path_factory):
             {name: view[0] for name, view in lanes.views(own).items()}
             for own in (lanes.weights, *(flat.unsqueeze(0) for flat in weights[run.seed]))
         ]
-        tests = [problem.test_set(lane, task) for task in range(TASKS)]
+        tests = [(x[lane], y[lane]) for x, y in (next(problem.test_sets(task)) for task in range(TASKS))]
         assert all(len(labels) > 4 * FEW for _, labels in tests)
         right = [
             [(torch.func.functional_call(model, own, (x,)).argmax(1) == y).double() for x, y in tests]

@@ -36,8 +36,8 @@ def test_lanes_show_what_their_seeds_would_show_alone(kind):
             assert torch.equal(one.inputs[lane], two.inputs[0])
             assert torch.equal(one.labels[lane], two.labels[0])
             assert (one.task, one.fresh, one.ends_task) == (two.task, two.fresh, two.ends_task)
-        for one, two in zip(both.test_set(lane, 1), alone.test_set(0, 1), strict=True):
-            assert torch.equal(one, two)
+        for one, two in zip(next(both.test_sets(1)), next(alone.test_sets(1)), strict=True):
+            assert torch.equal(one[lane], two[0])
     assert not torch.equal(both.batch(0).inputs[0], both.batch(0).inputs[1])
 
 
@@ -55,13 +55,14 @@ def test_epochs_come_one_after_another_within_a_task_and_only_the_first_is_fresh
 def test_test_images_are_shown_as_the_task_shows_them():
     problem = Problem(config(problem="permutations"), [0])
     plain, labels = problem.test.images, problem.test.labels
-    inputs, found = problem.test_set(0, 2)
+    inputs, found = (one[0] for one in next(problem.test_sets(2)))
     assert torch.equal(found, labels)
     order = problem._tasks[0][2].transform.order
     expected = torch.tensor(plain).flatten(1)[:, order].float() / 255
     torch.testing.assert_close(inputs, expected)
-    few, _ = problem.test_set(0, 2, limit=7)
-    assert torch.equal(few, inputs[:7])
+    few = [x[0] for x, _ in problem.test_sets(2, limit=7, chunk=3)]
+    assert [len(x) for x in few] == [3, 3, 1]
+    assert torch.equal(torch.cat(few), inputs[:7])
     assert len(set(found[:20].tolist())) > 2  # not sorted by class
 
 
@@ -69,13 +70,13 @@ def test_split_tests_only_the_classes_of_the_task():
     problem = Problem(config(problem="split", classes=6), [0])
     assert problem.tasks == 3
     for task in range(3):
-        assert set(problem.test_set(0, task)[1].tolist()) == {2 * task, 2 * task + 1}
+        assert set(next(problem.test_sets(task))[1][0].tolist()) == {2 * task, 2 * task + 1}
     assert set(problem.batch(0).labels.flatten().tolist()) <= {0, 1}
 
 
 def test_rotated_pixels_stay_bytes():
     problem = Problem(config(), [0])
-    inputs, _ = problem.test_set(0, 1)
+    inputs = next(problem.test_sets(1))[0][0]
     assert torch.equal((inputs * 255).round() / 255, inputs)
     assert inputs.max() <= 1
     assert inputs.min() >= 0

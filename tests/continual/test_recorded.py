@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from wheretolearn.continual.lanes import ModuleLanes
 from wheretolearn.continual.learners.er import ExperienceReplay
 from wheretolearn.continual.learners.la_maml import LaMAML
 from wheretolearn.continual.learners.mer import MER
@@ -13,8 +14,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 def learner(kind, device):
     models = [build("mlp", sizes=(12, 6, 4), seed=seed).double().to(device) for seed in (0, 1)]
-    network, seeds = MLPLanes(models), torch.tensor([3, 4], device=device)
-    if kind == "la-maml":
+    network = ModuleLanes(models) if kind.endswith("of modules") else MLPLanes(models)
+    seeds = torch.tensor([3, 4], device=device)
+    if kind.startswith("la-maml"):
         return LaMAML(network, seeds, rule="binary", alpha=0.1, mask_lr=0.5, memory=6, replay_batch=3, glances=2)
     if kind == "mer":
         return MER(network, seeds, lr=0.1, memory=6, replay_batch=3)
@@ -22,7 +24,7 @@ def learner(kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["la-maml", "er", "mer"])
+@pytest.mark.parametrize("kind", ["la-maml", "er", "mer", "la-maml of modules", "er of modules"])
 def test_a_recorded_step_learns_what_the_plain_one_learns(kind, device):
     plain, fast = learner(kind, device), learner(kind, device)
     recorded = Recorded(fast)

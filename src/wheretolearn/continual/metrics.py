@@ -1,7 +1,21 @@
 """What a continual learner is judged by, from its accuracy on every task after every task."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+
+from wheretolearn.continual.learners.base import Learner
+
+
+def accuracies(learner: Learner, test_sets: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
+    """Of each lane, on inputs ``[lanes, N, ...]`` and labels that come in chunks."""
+    right, count = torch.zeros((), dtype=torch.int64), 0
+    for inputs, labels in test_sets:
+        right = (learner.predict(inputs).argmax(-1) == labels).sum(1) + right.to(labels.device)
+        count += labels.shape[1]
+    shares: list[float] = (right.double() / count).tolist()
+    return shares
 
 
 def retained_accuracy(matrix: Tensor) -> float:

@@ -1,6 +1,6 @@
 """What continual learners see, lane by lane: batches of a stream of tasks, and the test images of each task."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,15 +43,17 @@ class Problem:
         # Test images lie sorted by class: any first few of them shall be a fair sample.
         order = permutation(len(self.test.labels), 0, "test images").numpy()
         self.test = Labelled(np.asarray(self.test.images)[order], self.test.labels[order])
+        self._test_images = torch.from_numpy(self.test.images).to(self.device)
         self.image_shape: tuple[int, int, int] = tuple(self.train.images.shape[1:])
         self._tasks = [self._tasks_of(seed) for seed in self.seeds]
         lengths = [[len(task.train_indices) for task in tasks] for tasks in self._tasks]
-        if any(other != lengths[0] for other in lengths):
+        tested = [[len(self._tested(task)) for task in tasks] for tasks in self._tasks]
+        if any(other != lengths[0] for other in lengths) or any(other != tested[0] for other in tested):
             raise ConfigError("these seeds have tasks of different lengths: run them one by one (class_order=shuffled)")
         # Positions within a task instead of images: what each lane's task shows is prepared when it begins.
         stand_ins = [Task(torch.arange(length)) for length in lengths[0]]
         shown = [batches(stand_ins, batch=config.batch, epochs=config.epochs, seed=seed) for seed in self.seeds]
-        self._positions = torch.stack([one.indices[:, 0] for one in shown])  # [lanes, batches, batch]
+        self._positions = torch.stack([one.indices[:, 0] for one in shown]).to(self.device)  # [lanes, batches, batch]
         self._task_of, self._epoch_of = shown[0].task.tolist(), shown[0].epoch.tolist()
         self._prepared: tuple[int, Tensor, Tensor] | None = None
         self._turned: dict[tuple[int, int], Tensor] = {}
@@ -69,25 +71,32 @@ class Problem:
         if self._prepared is None or self._prepared[0] != task:
             self._prepared = (task, *self._training_images(task))
         _, inputs, labels = self._prepared
-        at = self._positions[:, number].to(self.device)
+        at = self._positions[:, number]
         lane = torch.arange(len(self.seeds), device=self.device).unsqueeze(1)
         last = number + 1 == self.batches or self._task_of[number + 1] != task
         return Batch(self._as_input(inputs[lane, at]), labels[lane, at], task, self._epoch_of[number] == 0, last)
 
-    def test_set(self, lane: int, task: int, limit: int | None = None) -> tuple[Tensor, Tensor]:
-        """Inputs ``[N, ...]`` and labels, all or the first few."""
+    def test_sets(self, task: int, limit: int | None = None, chunk: int = 2500) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs ``[lanes, N, ...]`` and labels ``[lanes, N]``, all or the first few, in chunks."""
+        parts = [self._test_pixels(lane, task, limit) for lane in range(len(self.seeds))]
+        labels = torch.stack([self.test.labels[self._tested(tasks[task])[:limit]] for tasks in self._tasks])
+        for start in range(0, labels.shape[1], chunk):
+            own = slice(start, start + chunk)
+            yield self._as_input(torch.stack([pixels[own] for pixels in parts])), labels[:, own].to(self.device)
+
+    def _test_pixels(self, lane: int, task: int, limit: int | None) -> Tensor:
         own = self._tasks[lane][task]
-        images, labels = self.test.images, self.test.labels
-        if own.classes:
-            chosen = torch.isin(labels, torch.tensor(own.classes))
-            images, labels = images[chosen.numpy()], labels[chosen]
-        if isinstance(own.transform, Rotation):  # turning is slow, and each task is tested at least twice
-            if (lane, task) not in self._turned:
-                self._turned[lane, task] = self._shown(own, images)
-            pixels = self._turned[lane, task][:limit]
-        else:
-            pixels = self._shown(own, images[:limit])
-        return self._as_input(pixels.unsqueeze(0))[0], labels[:limit].to(self.device)
+        if not isinstance(own.transform, Rotation):
+            return _shown(own, self._test_images[self._tested(own)[:limit].to(self.device)])
+        if (lane, task) not in self._turned:  # turning is slow, and each task is tested at least twice
+            self._turned[lane, task] = _shown(own, self._test_images)
+        return self._turned[lane, task][:limit]
+
+    def _tested(self, task: Task) -> Tensor:
+        """Which test images belong to a task."""
+        if not task.classes:
+            return torch.arange(len(self.test.labels))
+        return torch.isin(self.test.labels, torch.tensor(task.classes)).nonzero().flatten()
 
     def _tasks_of(self, seed: int) -> list[Task]:
         config, count = self.config, len(self.train.labels)
@@ -107,24 +116,25 @@ class Problem:
         inputs, labels = [], []
         for tasks in self._tasks:
             chosen = tasks[task].train_indices
-            inputs.append(self._shown(tasks[task], self.train.images[chosen.numpy()]))
+            images = torch.tensor(np.asarray(self.train.images[chosen.numpy()]), device=self.device)
+            inputs.append(_shown(tasks[task], images))
             labels.append(self.train.labels[chosen])
         return torch.stack(inputs), torch.stack(labels).to(self.device)
-
-    def _shown(self, task: Task, images: Images) -> Tensor:
-        """Images as a task shows them, as bytes ``[N, height, width, channels]`` still."""
-        pixels = torch.tensor(np.asarray(images), device=self.device)
-        flat = pixels.flatten(1)
-        if isinstance(task.transform, Rotation):
-            flat = task.transform(flat.float() / 255).mul(255).round().clamp(0, 255).to(torch.uint8)
-        else:
-            flat = task.transform(flat)
-        return flat.view(pixels.shape)
 
     def _as_input(self, pixels: Tensor) -> Tensor:
         """``[lanes, N, ...]``: flat for a perceptron."""
         inputs = as_input(pixels)
         return inputs.flatten(2) if self.config.model == "mlp" else inputs
+
+
+def _shown(task: Task, images: Tensor) -> Tensor:
+    """Images as a task shows them, as bytes ``[N, height, width, channels]`` still."""
+    flat = images.flatten(1)
+    if isinstance(task.transform, Rotation):
+        flat = task.transform(flat.float() / 255).mul(255).round().clamp(0, 255).to(torch.uint8)
+    else:
+        flat = task.transform(flat)
+    return flat.view(images.shape)
 
 
 def train_and_test(images: ImageSet, config: ContinualConfig) -> tuple[Labelled, Labelled, int]:

@@ -26,7 +26,6 @@ from wheretolearn.storage import read_json, save_weights, write_json
 Report = Callable[[RunFolder, int, Mapping[str, Any]], None]
 BY_LANE = ("lr", "mask_lr")  # settings that may differ between runs that learn as lanes of one program
 RESULT = "result.json"
-TEST_CHUNK = 2500
 
 
 @dataclass
@@ -256,14 +255,10 @@ class _Lanes:
             self._test(task + 1, [other], limit)
 
     def _test(self, row: int, tasks: Sequence[int] | range, limit: int | None) -> None:
-        for lane, progress in enumerate(self.progress):
-            for task in tasks:
-                inputs, labels = self.problem.test_set(lane, task, limit)
-                right = 0
-                for x, y in zip(inputs.split(TEST_CHUNK), labels.split(TEST_CHUNK), strict=True):  # type: ignore[no-untyped-call]
-                    logits = self.learner.network.logits(self.learner.weights[lane : lane + 1], x.unsqueeze(0))[0]
-                    right += int((logits.argmax(1) == y).sum())
-                progress.matrix[row, task] = right / len(labels)
+        for task in tasks:
+            found = metrics.accuracies(self.learner, self.problem.test_sets(task, limit))
+            for progress, accuracy in zip(self.progress, found, strict=True):
+                progress.matrix[row, task] = accuracy
 
     def _sparsity(self, lane: int) -> dict[str, Any]:
         shares = {name: float(share[lane]) for name, share in self.learner.closed().items()}
