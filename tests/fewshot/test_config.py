@@ -79,6 +79,7 @@ def test_a_ridge_head_takes_the_place_of_head_and_inner_loop():
         ({**RIDGE, "t_net": True}, "needs t_net=false"),
         ({**RIDGE, "order": "second"}, "needs order=first"),
         ({"t_net": True, "model": "resnet12"}, "t_net=true needs model=conv4, not resnet12"),
+        ({"init": "kaiming", "model": "resnet12"}, "init=kaiming needs model=conv4, not resnet12"),
         ({"mask": "binary", "mask_init": 0.1}, "mask_init has no meaning for mask=binary"),
         ({"mask": "exp", "mask_init": 0.0}, "mask_init must be greater than 0 for mask=exp"),
         ({"mask": "relu", "mask_init": 0.1, "initial_sparsity": 0.5}, "give only one"),

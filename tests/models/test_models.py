@@ -130,6 +130,16 @@ def test_conv4_refuses_images_that_pool_away() -> None:
         Conv4(size=12)
 
 
+def test_kaiming_start_of_conv4() -> None:
+    plain, larger = (dict(build("conv4", seed=3, init=init).named_parameters()) for init in ("default", "kaiming"))
+    for name, parameter in larger.items():
+        if name.endswith(("conv.weight", "head.weight")):
+            fan_in = parameter[0].numel()
+            assert parameter.abs().max().item() == pytest.approx((6 / fan_in) ** 0.5, rel=0.01)
+            assert plain[name].abs().max().item() == pytest.approx((1 / fan_in) ** 0.5, rel=0.01)
+            assert abs(parameter.mean().item()) < 0.01
+
+
 def test_t_net_starts_as_plain_conv4_with_the_same_weights() -> None:
     plain, transformed = (build("conv4", seed=3, width=8, t_net=t_net) for t_net in (False, True))
     weights = transformed.state_dict()

@@ -17,6 +17,7 @@ from wheretolearn.engine.graphed import Precision
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.errors import ConfigError
 from wheretolearn.masks import GradientMask
+from wheretolearn.models.conv4 import Init
 from wheretolearn.ridge_head import with_ridge_head
 
 MaskKind = Literal["binary", "relu", "exp", "linear", "fixed", "generated", "rows", "curvature", "shrinkage"]
@@ -36,6 +37,7 @@ class FewShotConfig:
     model: Literal["conv4", "resnet12"] = setting("conv4", "network")
     width: int = setting(64, "channels of conv4")
     resnet_size: Literal["small", "large"] = setting("small", "channels of resnet12: 64-128-256-512 or 64-160-320-640")
+    init: Init = setting("default", "start of conv4's weights: default (PyTorch's) or kaiming (2.4 times larger)")
     bias: bool = setting(True, "whether conv4 has bias parameters")
     t_net: bool = setting(False, "give conv4 transformations that only the outer loop learns (T-net, MT-net)")
     head: Literal["linear", "ridge"] = setting("linear", "ridge: solved on the support features, no inner steps")
@@ -93,8 +95,9 @@ class FewShotConfig:
         if self.mask == "fixed" and self.initial_sparsity is not None:
             raise ConfigError("initial_sparsity has no meaning for mask=fixed; leave it out, or choose another mask")
         self._check_mask_init()
-        if self.t_net and self.model != "conv4":
-            raise ConfigError(f"t_net=true needs model=conv4, not {self.model}")
+        for name, usual in (("t_net", False), ("init", "default")):
+            if getattr(self, name) != usual and self.model != "conv4":
+                raise ConfigError(f"{name}={str(getattr(self, name)).lower()} needs model=conv4, not {self.model}")
         if self.head == "ridge":
             self._check_ridge()
         if not self.learn_theta and self.mask == "fixed":
@@ -139,7 +142,8 @@ class FewShotConfig:
 
     def build_model(self, image_size: int, channels: int, seed: int) -> nn.Module:
         if self.model == "conv4":
-            settings: dict[str, Any] = {"size": image_size, "width": self.width, "bias": self.bias, "t_net": self.t_net}
+            settings: dict[str, Any] = {name: getattr(self, name) for name in ("width", "bias", "t_net", "init")}
+            settings["size"] = image_size
         else:
             settings = {"size": self.resnet_size}
         model = models.build(self.model, ways=self.ways, channels=channels, seed=seed, **settings)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from wheretolearn.continual.cifar_lanes import CifarLanes
 from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.continual.lanes import LaneNetwork, ModuleLanes
 from wheretolearn.continual.learners.base import Learner
@@ -16,6 +17,7 @@ from wheretolearn.continual.learners.mer import MER
 from wheretolearn.continual.learners.sgd import SGD
 from wheretolearn.continual.mlp_lanes import MLPLanes
 from wheretolearn.errors import ConfigError
+from wheretolearn.models.cifar_net import CifarNet
 from wheretolearn.models.mlp import MLP
 
 RULES: dict[str, LookAheadRule] = {
@@ -36,8 +38,7 @@ def make_learner(
     """One lane per config and seed; the configs differ in learning rates only."""
     config = configs[0]
     models = [own.build_model(image_shape, classes, seed).to(device) for own, seed in zip(configs, seeds, strict=True)]
-    perceptrons = [model for model in models if isinstance(model, MLP)]
-    network: LaneNetwork = MLPLanes(perceptrons) if perceptrons else ModuleLanes(models)
+    network = _side_by_side(models, device)
     own_seeds = torch.tensor(list(seeds), device=device)
     lr = _by_lane(configs, "lr", device)
     common: dict[str, Any] = {"glances": config.glances}
@@ -77,6 +78,16 @@ def make_learner(
         straight_through_scale=config.straight_through_scale if rule == "binary" else 1.0,
         **replay,
     )
+
+
+def _side_by_side(models: Sequence[nn.Module], device: str) -> LaneNetwork:
+    perceptrons = [model for model in models if isinstance(model, MLP)]
+    if perceptrons:
+        return MLPLanes(perceptrons)
+    convolutional = [model for model in models if isinstance(model, CifarNet)]
+    if convolutional and torch.device(device).type == "cuda":  # on a CPU one lane after another is faster
+        return CifarLanes(convolutional)
+    return ModuleLanes(models)
 
 
 def _by_lane(configs: Sequence[ContinualConfig], name: str, device: str) -> Tensor:
