@@ -66,7 +66,7 @@ def transcription(
                     examples = [
                         (a, b) for a, b, there in zip(old.inputs[0], old.labels[0], old.valid[0], strict=True) if there
                     ]
-                    for a, b in [*examples, (x, y)]:
+                    for a, b in [(x, y), *examples]:
                         loss = F.cross_entropy(model(a.unsqueeze(0)), b.unsqueeze(0))
                         gradients = torch.autograd.grad(loss, parameters)
                         length = torch.cat([g.flatten() for g in gradients]).norm().item()

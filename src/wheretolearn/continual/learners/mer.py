@@ -1,8 +1,9 @@
 """Meta-experience replay (Riemer et al. 2019, Algorithm 1): SGD on single examples, old and new, with Reptile steps.
 
-For each incoming example ``steps`` times: SGD through a batch from memory that ends with the incoming example, of which
-only the share ``beta`` is kept; and of all these batches together only the share ``gamma``. Then the example is offered
-to the memory.
+For each incoming example ``steps`` times: SGD through a batch of the incoming example and then examples from memory, of
+which only the share ``beta`` is kept; and of all these batches together only the share ``gamma``. Then the example is
+offered to the memory. The paper leaves the order within a batch open; its authors' code begins with the incoming
+example, and forgets less than with it at the end.
 """
 
 import torch
@@ -58,8 +59,8 @@ class MER(Learner):
         start = self.weights
         for key in keys.unbind(1):
             past = self.buffer.sample(self.replay_batch - 1, key)
-            inputs, labels = torch.cat([past.inputs, x], 1), torch.cat([past.labels, y], 1)
-            present = torch.cat([past.valid, torch.ones_like(y, dtype=torch.bool)], 1)
+            inputs, labels = torch.cat([x, past.inputs], 1), torch.cat([y, past.labels], 1)
+            present = torch.cat([torch.ones_like(y, dtype=torch.bool), past.valid], 1)
             after = self.network.sgd_in_order(self.weights, self.lr, inputs, labels, present, self.clip_norm)
             self.weights = self.weights.lerp(after, self.beta)
         self.weights = start.lerp_(self.weights, self.gamma)
