@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from wheretolearn.cli import adapt, continual, data, demo, fewshot, figures, presets
+from wheretolearn.cli import adapt, continual, data, demo, fewshot, figures, online, presets
 from wheretolearn.cpu import keep_freed_memory
 from wheretolearn.errors import UserError
 from wheretolearn.version import __version__
@@ -20,6 +20,7 @@ app.add_typer(data.app, name="data")
 app.command("demo")(demo.demo)
 app.command("train")(fewshot.train)
 app.command("continual")(continual.continual)
+app.command("online")(online.online)
 app.command("resume")(fewshot.resume)
 app.command("evaluate")(fewshot.evaluate)
 app.command("adapt")(adapt.adapt)

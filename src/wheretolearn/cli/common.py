@@ -1,16 +1,21 @@
 """What the commands of all protocols share: options, devices, and the folders of runs."""
 
 import shlex
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from wheretolearn.continual import training as continual_training
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot import training as fewshot_training
+from wheretolearn.online import training as online_training
+from wheretolearn.presets import Paper, list_presets
 from wheretolearn.runs.folder import MAX_SEED, RunFolder, check_free
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
@@ -19,8 +24,13 @@ Workers = Annotated[
     int | None, typer.Option(help="Processes for several runs on a CPU; default: as many as there are cores.", min=1)
 ]
 
-_FINISHED = {"fewshot": fewshot_training.finished, "continual": continual_training.finished}
-COMMANDS = {"fewshot": "train", "continual": "continual"}  # the command that starts runs of a protocol
+_FINISHED = {
+    "fewshot": fewshot_training.finished,
+    "continual": continual_training.finished,
+    "online": online_training.finished,
+}
+# The command that starts runs of a protocol.
+COMMANDS = {"fewshot": "train", "continual": "continual", "online": "online"}
 
 
 def chosen_device(name: str) -> str:
@@ -58,6 +68,36 @@ def check_protocol(preset: str, protocol: str, expected: str) -> None:
             f"{preset} is a preset of the protocol {protocol}, which `{COMMANDS[expected]}` does not know"
             + (f": use `wheretolearn {known}`" if known else "")
         )
+
+
+def all_named(presets: Sequence[str], seeds: int) -> list[str]:
+    """Presets by name; the name of a group stands for all in it."""
+    known = [preset.name for preset in list_presets()]
+    names: dict[str, None] = {}
+    for name in presets:
+        group = [] if name in known else [other for other in known if other.startswith(f"{name}.")]
+        if group:
+            runs = f" of {seeds} seeds: {len(group) * seeds} runs" if seeds > 1 else f": {len(group)} runs"
+            typer.echo(f"{name} is a group of {len(group)} presets{runs}", err=True)
+        names |= dict.fromkeys(group or [name])
+    return list(names)
+
+
+def print_measures(rows: Iterable[tuple[str, Sequence[float], Paper | None]]) -> None:
+    """A table of measures: the mean of their values, its standard deviation, and the paper's number beside it."""
+    table = Table()
+    for heading in ("measure", "here", "paper"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading == "measure" else "right")
+    for measure, values, paper in rows:
+        std = statistics.stdev(values) if len(values) > 1 else None
+        table.add_row(
+            measure, _number(statistics.fmean(values), std), "" if paper is None else _number(paper.value, paper.std)
+        )
+    Console().print(table)
+
+
+def _number(value: float, std: float | None) -> str:
+    return f"{value:.2f}" + ("" if std is None else f" ± {std:.2f}")
 
 
 def free_places(

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from wheretolearn.cli.common import (
     Device,
     Workers,
+    all_named,
     check_protocol,
     chosen_device,
     free_places,
     labels_of,
+    print_measures,
     seed_range,
     set_threads,
 )
@@ -39,7 +39,7 @@ from wheretolearn.continual.worker import train_in_processes, train_with_care
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.records import check_savable, save_records
-from wheretolearn.presets import Paper, Scale, list_presets, load_preset, scale_named
+from wheretolearn.presets import Paper, Scale, load_preset, scale_named
 from wheretolearn.runs.folder import MAX_SEED, RunFolder
 from wheretolearn.runs.results import ResultRecord
 
@@ -84,7 +84,7 @@ def continual(
     chosen_scale = scale_named(scale)
     numbers = seed_range(seed, seeds)
     device = chosen_device(device)
-    names: list[str | None] = [*_all_named(presets or [], seeds)] or [None]
+    names: list[str | None] = [*all_named(presets or [], seeds)] or [None]
     if record is not None and not presets:
         raise ConfigError("--record names results after their presets: give a --preset")
     configs = {name: _config(name, chosen_scale, overrides or []) for name in names}
@@ -139,19 +139,6 @@ def evaluate(runs: Sequence[RunFolder], refused: Sequence[str], preset_name: str
     _print_results(runs, preset_name)
     if record is not None:
         _save(records, record)
-
-
-def _all_named(presets: Sequence[str], seeds: int) -> list[str]:
-    """Presets by name; the name of a group stands for all in it."""
-    known = [preset.name for preset in list_presets()]
-    names: dict[str, None] = {}
-    for name in presets:
-        group = [] if name in known else [other for other in known if other.startswith(f"{name}.")]
-        if group:
-            runs = f" of {seeds} seeds: {len(group) * seeds} runs" if seeds > 1 else f": {len(group)} runs"
-            typer.echo(f"{name} is a group of {len(group)} presets{runs}", err=True)
-        names |= dict.fromkeys(group or [name])
-    return list(names)
 
 
 def _config(preset: str | None, scale: Scale, overrides: Sequence[str]) -> ContinualConfig:
@@ -213,23 +200,9 @@ def _print_results(runs: Sequence[RunFolder], preset_name: str | None = None) ->
         papers: dict[str, Paper] = {}
         with suppress(ConfigError):  # a run whose preset this version does not know has results all the same
             papers = paper_numbers(first, preset_name)
-        table = Table()
-        for heading in ("measure", "here", "paper"):
-            table.add_column(heading, no_wrap=True, justify="left" if heading == "measure" else "right")
         found = [own.percent for own in measured_by(alike)]
-        for metric in found[0]:
-            paper = papers.get(metric)
-            values = [own[metric] for own in found]
-            std = statistics.stdev(values) if len(values) > 1 else None
-            table.add_row(
-                metric, _number(statistics.fmean(values), std), "" if paper is None else _number(paper.value, paper.std)
-            )
         typer.echo(f"{what}, {seeds}, in %:")
-        Console().print(table)
-
-
-def _number(value: float, std: float | None) -> str:
-    return f"{value:.2f}" + ("" if std is None else f" ± {std:.2f}")
+        print_measures((metric, [own[metric] for own in found], papers.get(metric)) for metric in found[0])
 
 
 def _save(records: Sequence[ResultRecord], folder: Path) -> None:

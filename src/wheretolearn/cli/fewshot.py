@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from wheretolearn.cli import continual
+from wheretolearn.cli import continual, online
 from wheretolearn.cli.common import (
     Device,
     Threads,
@@ -109,6 +109,8 @@ def resume(
             _continue(fewshot, device, workers, threads)
         if others := [run for run in runs if run.protocol == "continual"]:
             continual.take_to_the_end(others, device, workers, threads)
+        if others := [run for run in runs if run.protocol == "online"]:
+            online.take_to_the_end(others, device, workers, threads)
 
 
 def evaluate(
@@ -156,12 +158,15 @@ def evaluate(
                 raise ConfigError(
                     f"{chosen.name} is a preset of the protocol {chosen.protocol}, but {run.path} is {run.protocol}"
                 )
-        if all(run.protocol == "continual" for run in runs):
+        protocols = {run.protocol for run in runs}
+        if protocols == {"continual"} or protocols == {"online"}:
             given = {
                 "--split": splits, "--data": data, "--tasks": tasks, "--steps": steps is not None,
                 "--ensemble": ensemble,
             }  # fmt: skip
-            continual.evaluate(runs, [option for option in given if given[option]], preset_name, record)
+            refused = [option for option in given if given[option]]
+            show = continual.evaluate if protocols == {"continual"} else online.evaluate
+            show(runs, refused, preset_name, record)
             return
         for run in runs:
             if run.protocol != "fewshot":

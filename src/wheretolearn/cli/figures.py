@@ -1,4 +1,4 @@
-"""``wheretolearn figures``: draw what continual runs measured."""
+"""``wheretolearn figures``: draw what continual and online runs measured."""
 
 import os
 from collections.abc import Sequence
@@ -12,12 +12,15 @@ from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs.folder import RunFolder
 
 if TYPE_CHECKING:
-    from wheretolearn.report.continual import ContinualRun, Group
+    from wheretolearn.report.continual import ContinualRun, Drawing, Group
+
+NOTHING = "nothing to draw yet: none of these runs has measured anything"
 
 
 def figures(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folder of a continual run, or a folder of such runs.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folder of a continual or online run, or a folder of such runs."),
     ],
     out: Annotated[
         Path | None,
@@ -26,21 +29,61 @@ def figures(
         ),
     ] = None,
 ) -> None:
-    """Draw accuracy and sparsity of continual runs as SVG, each with its data as CSV.
+    """Draw accuracy and sparsity of continual or online runs as SVG, each with its data as CSV.
 
-    Runs that differ in their seed only are averaged, with a band of one standard deviation. Runs that differ in one
-    setting are drawn against it as well. A run that is not finished is drawn as far as it is.
+    Runs that differ in their seed only are averaged, with a band of one standard deviation. Continual runs that differ
+    in one setting are drawn against it as well. A run that is not finished is drawn as far as it is.
     """
     # Here, so that other commands do not wait for matplotlib.
-    from wheretolearn.report import continual
+    from wheretolearn.report.continual import save
 
     folder = _common_folder(paths) / "figures" if out is None else out
-    runs = [continual.read_run(run) for run in find_runs(paths, _continual)]
+    found = find_runs(paths, _drawable)
+    protocols = {run.protocol for run in found}
+    if protocols == {"online"}:
+        drawings = _online(found)
+    elif "online" in protocols:
+        raise UserError("continual and online runs share no figure: draw them apart")
+    else:
+        drawings = _continual(found)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot keep figures in {folder}: {error.strerror}; choose another folder with -o") from error
+    for drawing in drawings:
+        for path in save(drawing, folder):
+            typer.echo(f"wrote {path}")
+
+
+def _online(found: Sequence[RunFolder]) -> "list[Drawing]":
+    from wheretolearn.report import online
+
+    runs = [online.read_run(run) for run in found]
+    begun = [run for run in runs if run.accuracies]
+    for run in runs:
+        if run not in begun:
+            typer.echo(f"note: {run.folder.path} has measured nothing yet and is left out", err=True)
+        elif not run.finished:
+            steps = f"{len(run.accuracies)} of {run.config.steps} steps"
+            typer.echo(f"note: {run.folder.path} is not finished: drawn as far as it is, {steps}", err=True)
+    if not begun:
+        raise UserError(NOTHING)
+    groups = online.group_runs(begun)
+    for group in groups:
+        if not any(run.sparsity for run in group.runs):
+            typer.echo(f"note: no sparsity is drawn of {group.name}, which has no mask", err=True)
+    return online.draw(groups)
+
+
+def _continual(found: Sequence[RunFolder]) -> "list[Drawing]":
+    from wheretolearn.report import continual
+
+    runs = [continual.read_run(run) for run in found]
     begun = [run for run in runs if run.tasks_learned or run.sparsity]
     for run in runs:
         _tell_unfinished(run, run in begun)
     if not begun:
-        raise UserError("nothing to draw yet: none of these runs has measured anything")
+        raise UserError(NOTHING)
     groups = continual.group_runs(begun)
     drawings = continual.draw(groups)
     if len(groups) > 1:
@@ -51,13 +94,7 @@ def figures(
     for group in groups:
         if not any(run.sparsity for run in group.runs):
             typer.echo(f"note: no sparsity is drawn of {_name(group)}, whose weights can all change", err=True)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot keep figures in {folder}: {error.strerror}; choose another folder with -o") from error
-    for drawing in drawings:
-        for path in continual.save(drawing, folder):
-            typer.echo(f"wrote {path}")
+    return drawings
 
 
 def _tell_unfinished(run: "ContinualRun", begun: bool) -> None:
@@ -75,9 +112,9 @@ def _name(group: "Group") -> str:
     return group.label or group.config.learner
 
 
-def _continual(path: Path, runs: list[RunFolder]) -> list[RunFolder]:
-    """The continual runs of a folder; where it has none, all, so that reading them says what they are."""
-    inside = [run for run in runs if run.protocol == "continual"] or runs
+def _drawable(path: Path, runs: list[RunFolder]) -> list[RunFolder]:
+    """The continual and online runs of a folder; where it has none, all, so that reading them says what they are."""
+    inside = [run for run in runs if run.protocol in ("continual", "online")] or runs
     for run in runs:
         if run not in inside:
             typer.echo(f"note: {run.path} is a run of the protocol {run.protocol}, left out", err=True)

@@ -12,9 +12,10 @@ from wheretolearn.config import describe, from_dict, to_dict, toml_text
 from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.errors import ConfigError
 from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.online.config import OnlineConfig
 from wheretolearn.presets import Paper, Preset, list_presets, load_preset, scale_named
 
-SETTINGS: dict[str, type] = {"fewshot": FewShotConfig, "continual": ContinualConfig}
+SETTINGS: dict[str, type] = {"fewshot": FewShotConfig, "continual": ContinualConfig, "online": OnlineConfig}
 
 
 def complete_preset(beginning: str) -> list[str]:
@@ -88,7 +89,7 @@ def _number(number: Paper) -> str:
 
 
 def settings(
-    protocol: Annotated[str, typer.Argument(help="fewshot, or continual.")] = "fewshot",
+    protocol: Annotated[str, typer.Argument(help="fewshot, continual or online.")] = "fewshot",
 ) -> None:
     """List every setting that a preset or --set can change, with its default."""
     if protocol not in SETTINGS:

@@ -1,0 +1,119 @@
+"""Bayesian gradient descent (Zeno et al. 2018): a normal distribution per weight, with a closed-form update.
+
+With an inner loop from ``bgd_inner.py`` it is MetaBGD or MetaCOG (He et al. 2019): the loss whose gradient counts
+is then that of a batch after adapting to the batch before.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from wheretolearn.data.random_bits import normal
+from wheretolearn.engine.compiled import ParallelStreams
+from wheretolearn.errors import ConfigError
+from wheretolearn.online.learners.base import OnlineLearner
+from wheretolearn.online.learners.bgd_inner import InnerLoop, adapted_weights
+from wheretolearn.online.learners.network import Network, Tensors, copied, copy_back, copy_into, gradients, under
+
+
+def updated(mean: Tensor, std: Tensor, gradients: Tensor, noise: Tensor, mean_eta: float) -> tuple[Tensor, Tensor]:
+    """New means and standard deviations from gradients ``[samples, weights]`` at ``mean + std * noise``."""
+    expected = gradients.mean(0)
+    slope = (gradients * noise).mean(0) * std / 2
+    return mean - mean_eta * std**2 * expected, std * ((1 + slope**2).sqrt() - slope)
+
+
+class BGD(OnlineLearner):
+    """Predicts with the mean weights, adapted to the last batch where there is an inner loop."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mean_eta: float,
+        initial_std: float,
+        samples: int,
+        seed: int,
+        inner: InnerLoop | None = None,
+    ):
+        if samples < 1 or not initial_std > 0:
+            raise ConfigError(
+                "bgd needs at least one sample and an initial standard deviation above 0, not "
+                f"samples = {samples} and initial_std = {initial_std}"
+            )
+        self.network, self.inner, self.seed = Network(model), inner, seed
+        self.mean_eta, self.samples = mean_eta, samples
+        start = self.network.start()
+        self.shapes = {name: tensor.shape for name, tensor in start.items()}
+        self.mean = _flat(start)
+        self.std = torch.full_like(self.mean, initial_std)
+        self.in_use = self.mean.clone()
+        self.updates = torch.zeros((), dtype=torch.int64, device=self.mean.device)  # so far: the key of all noise
+        self._streams = ParallelStreams(self.mean.device)
+        self.last: Tensors = {}  # the last batch, which an inner loop adapts to
+
+    @torch.no_grad()
+    def predict(self, inputs: Tensor) -> Tensor:
+        return self.network.logits(self._named(self.in_use), inputs)
+
+    @torch.no_grad()
+    def observe(self, inputs: Tensor, labels: Tensor) -> None:
+        batch = {"inputs": inputs, "labels": labels}
+        noise = self.noise()
+        sampled = self.mean + self.std * noise
+        # The first batch comes after none, and serves as both.
+        support = self.last or batch
+        values = torch.stack(self._streams.run([partial(self.gradient, row, support, batch) for row in sampled]))
+        mean, std = updated(self.mean, self.std, values, noise, self.mean_eta)
+        self.mean.copy_(mean)
+        self.std.copy_(std)
+        self.updates += 1
+        if self.inner is None:
+            self.in_use.copy_(self.mean)
+            return
+        self.in_use.copy_(_flat(adapted_weights(self.network, self.inner, self._named(self.mean), inputs, labels)))
+        if self.last:
+            copy_into(self.last, batch)  # in place: a CUDA graph reads it there
+        else:
+            self.last = {name: tensor.clone() for name, tensor in batch.items()}
+
+    def noise(self) -> Tensor:
+        """``[samples, weights]``, other numbers for each update."""
+        shape = (self.samples, len(self.mean))
+        return normal(shape, self.seed, "noise of bgd", self.updates, device=self.mean.device, dtype=self.mean.dtype)
+
+    def gradient(self, weights: Tensor, support: Tensors, query: Tensors) -> Tensor:
+        """Of the query batch's summed loss, after adapting to the support batch where there is an inner loop."""
+
+        def loss(own: Tensors) -> Tensor:
+            if self.inner is not None:
+                order = self.inner.order
+                own = adapted_weights(self.network, self.inner, own, support["inputs"], support["labels"], order)
+            # The update is that of a posterior, which counts examples: their losses add up.
+            return self.network.loss(own, query["inputs"], query["labels"]) * len(query["labels"])
+
+        return _flat(gradients(loss, self._named(weights)))
+
+    def _named(self, flat: Tensor) -> Tensors:
+        parts = torch.split(flat, [shape.numel() for shape in self.shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def _learned(self) -> Tensors:
+        return {"mean": self.mean, "std": self.std, "in_use": self.in_use, "updates": self.updates}
+
+    def state(self) -> dict[str, Tensor]:
+        return copied("bgd", self._learned()) | copied("last", self.last)
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        copy_back("bgd", self._learned(), state)
+        last = under("last", state, self.mean.device)
+        if self.last and last:
+            copy_into(self.last, last)
+        else:
+            self.last = last
+
+
+def _flat(tensors: Tensors) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])

@@ -1,0 +1,63 @@
+"""The learner that settings ask for."""
+
+import torch
+from torch import nn
+
+from wheretolearn import masks
+from wheretolearn.online.config import OnlineConfig
+from wheretolearn.online.learners.base import OnlineLearner
+from wheretolearn.online.learners.bgd import BGD
+from wheretolearn.online.learners.bgd_inner import GatesInner, InnerLoop, WeightsInner
+from wheretolearn.online.learners.c_maml import CMAML
+from wheretolearn.online.learners.c_maml_masks import c_maml_mask
+from wheretolearn.online.learners.maml import MAML
+from wheretolearn.online.learners.online_adam import OnlineAdam
+
+
+def make_learner(config: OnlineConfig, model: nn.Module, seed: int) -> OnlineLearner:
+    """A learner that starts from the model's weights, on its device."""
+    kind = config.learner
+    if kind == "online-adam":
+        return OnlineAdam(model, lr=config.lr)
+    if kind == "maml" or kind == "anil":
+        select = "head" if kind == "anil" else "all"
+        return MAML(model, inner_steps=config.inner_steps, inner_lr=config.inner_lr, select=select)
+    if kind == "bgd" or kind == "metabgd" or kind == "metacog":
+        return BGD(
+            model,
+            mean_eta=config.mean_eta,
+            initial_std=config.initial_std,
+            samples=config.samples,
+            seed=seed,
+            inner=_inner_loop(config, model),
+        )
+    # Masks are drawn on the CPU, so that they do not depend on the device.
+    start = masks.constant(config.inner_lr) if kind == "sparse-c-maml" and config.mask_init == "open" else None
+    generator = torch.Generator().manual_seed(seed)
+    mask, inner_lr = c_maml_mask(kind, model, inner_lr=config.inner_lr, init=start, generator=generator)
+    return CMAML(
+        model,
+        mask,
+        inner_steps=config.inner_steps,
+        inner_lr=inner_lr,
+        lr=config.lr,
+        mask_lr=config.mask_lr,
+        switch_margin=config.switch_margin,
+        update_scale=config.update_scale,
+        buffer=config.buffer,
+    )
+
+
+def _inner_loop(config: OnlineConfig, model: nn.Module) -> InnerLoop | None:
+    if config.learner == "metabgd":
+        return WeightsInner(model, steps=config.inner_steps, lr=config.inner_lr, order=config.order)
+    if config.learner == "metacog":
+        return GatesInner(
+            model,
+            steps=config.inner_steps,
+            lr=config.inner_lr,
+            l1=config.l1,
+            logit_init=config.logit_init,
+            order=config.order,
+        )
+    return None

@@ -1,0 +1,310 @@
+"""Online runs: predict, count, learn; checkpoints, and what is measured on the way."""
+
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wheretolearn.config import from_dict
+from wheretolearn.errors import MismatchError, NonFiniteError, Stopped, UserError
+from wheretolearn.fewshot.training import failure
+from wheretolearn.online import metrics
+from wheretolearn.online.config import DETECTING, OnlineConfig
+from wheretolearn.online.learners.make import make_learner
+from wheretolearn.online.pretraining import pretrained_weights
+from wheretolearn.online.problem import Problem, SourceImages
+from wheretolearn.runs import checkpoint
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.signals import StopRequest
+from wheretolearn.storage import check_shapes, load_weights, read_json, save_weights, write_json
+
+Report = Callable[[RunFolder, int, Mapping[str, Any]], None]  # (run, step, latest values)
+Notify = Callable[[str], None]
+RESULT, PRETRAINED = "result.json", "pretrained.safetensors"
+DIVERGED = -1  # instead of a number of images
+GOOD = "Checkpoints saved before are good"
+
+
+def finished(run: RunFolder) -> bool:
+    return (run.path / RESULT).exists()
+
+
+def result(run: RunFolder) -> dict[str, Any]:
+    """What a finished run measured: accuracy in all and by source, detection, recovery, sparsity."""
+    measured: dict[str, Any] = read_json(run.path / RESULT)
+    return measured
+
+
+def settings_of(run: RunFolder) -> OnlineConfig:
+    return from_dict(OnlineConfig, run.config, where=str(run.path))
+
+
+def train(
+    run: RunFolder,
+    report: Callable[[int, Mapping[str, Any]], None] | None = None,
+    device: str = "cpu",
+    on_stop: Callable[[], None] | None = None,
+    notify: Notify | None = None,
+    at_once: int = 1,
+) -> None:
+    """Take the run in this folder to its end, from its last checkpoint if it has one; see ``train_together``."""
+    each = None if report is None else lambda _, step, values: report(step, values)
+    train_together([run], each, device, on_stop, notify, at_once)
+
+
+def train_together(
+    runs: Sequence[RunFolder],
+    report: Report | None = None,
+    device: str = "cpu",
+    on_stop: Callable[[], None] | None = None,
+    notify: Notify | None = None,
+    at_once: int | None = None,
+) -> None:
+    """Take runs to their ends in one process, step by step in turn, each from its last checkpoint if it has one.
+
+    Each ends as it would alone. SIGINT or SIGTERM ends this with ``Stopped``, after saving. A run that fails does not
+    keep the others from their ends; the error comes last. ``at_once`` is how many runs share the machine, if not just
+    these. ``result.json`` is written last: where it is, the run is finished.
+    """
+    for run in runs:
+        run.lock()
+    unfinished = [run for run in runs if not finished(run)]
+    failures: dict[RunFolder, UserError] = {}
+
+    @contextmanager
+    def failing(run: RunFolder) -> Iterator[None]:
+        try:
+            yield
+        except Stopped:
+            raise
+        except UserError as error:
+            failures[run] = error
+            if len(runs) > 1 and notify is not None:
+                notify(f"{run.path} failed: {error}")
+
+    for run in unfinished:  # before signals are caught here: pre-training has its own way to stop
+        with failing(run), telling_how_to_go_on(runs):
+            prepare(run, device, notify=notify, on_stop=on_stop)
+    with StopRequest(on_request=on_stop) as stop:
+        images: dict[tuple[Any, ...], SourceImages] = {}
+        members: list[_Member] = []
+        for run in unfinished:
+            if run not in failures:
+                with failing(run):
+                    members.append(_Member(run, images, device, report, notify, at_once or len(runs)))
+        while members and not stop.requested:
+            for member in members:
+                with failing(member.run):
+                    if not member.ended:  # a kill between the last step and the result leaves only that to do
+                        member.advance()
+                    if member.ended:
+                        member.finish()
+            members = [member for member in members if not finished(member.run) and member.run not in failures]
+        if members:
+            for member in members:
+                with failing(member.run):
+                    member.save()
+            with telling_how_to_go_on([member.run for member in members]):
+                raise Stopped(_stopped(members))
+    if failures:
+        raise failure(failures, of=len(runs))
+
+
+def has_weights(run: RunFolder) -> bool:
+    """Whether a run has its copy of the weights that it starts from."""
+    return (run.path / PRETRAINED).exists()
+
+
+def prepare(
+    run: RunFolder,
+    device: str = "cpu",
+    report: Callable[[int, Mapping[str, Any]], None] | None = None,
+    notify: Notify | None = None,
+    on_stop: Callable[[], None] | None = None,
+) -> None:
+    """Give a run that asks for pre-trained weights a copy of them; from then on it needs no cache."""
+    config = settings_of(run)
+    if not config.pretrain or has_weights(run):
+        return
+    save_weights(run.path / PRETRAINED, pretrained_weights(config, device, report, notify, on_stop))
+
+
+@contextmanager
+def telling_how_to_go_on(runs: Sequence[RunFolder]) -> Iterator[None]:
+    """Whatever stops here tells the command that resumes all of these runs."""
+    try:
+        yield
+    except Stopped as error:
+        raise Stopped(f"{error}; go on with `{_resume_command(runs)}`") from None
+
+
+class _Member:
+    """One run at work."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        images: dict[tuple[Any, ...], SourceImages],
+        device: str,
+        report: Report | None,
+        notify: Notify | None,
+        at_once: int,
+    ):
+        self.run, self.report, self.at_once = run, report, at_once
+        self.config = settings_of(run)
+        if self.config.sources not in images:
+            images[self.config.sources] = SourceImages(self.config.sources, device)
+        shared = images[self.config.sources]
+        self.problem = Problem(self.config, run.seed, shared)
+        model = self.config.build_model(shared.shape, run.seed)
+        if self.config.pretrain:
+            _load(model, run)
+        self.learner = make_learner(self.config, model.to(device), run.seed)
+        self.sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        self.done, self.seconds = 0, 0.0
+        # Images predicted rightly, by step. On the device, so that counting does not wait for it.
+        self.right = torch.zeros(self.config.steps, dtype=torch.int32, device=device)
+        self.detected = torch.zeros(self.config.steps, dtype=torch.bool)
+        self._restore(notify)
+
+    @property
+    def ended(self) -> bool:
+        return self.done == self.config.steps
+
+    def advance(self) -> None:
+        """One batch, and whatever is due after it."""
+        started = time.perf_counter()
+        step = self.done
+        batch = self.problem.batch(step)
+        logits = self.learner.predict(batch.inputs)
+        right = (logits.argmax(-1) == batch.labels).sum()
+        self.right[step] = torch.where(logits.isfinite().all(), right, DIVERGED)
+        try:
+            self.learner.observe(batch.inputs, batch.labels)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{self.run.path}, step {step + 1}: {error}. {GOOD}") from None
+        self.detected[step] = self.learner.detected
+        self.done += 1
+        values: dict[str, Any] = {}
+        if self.done % self.config.log_every == 0 or self.ended:
+            values = self._measure()
+        self.seconds += time.perf_counter() - started
+        if values:
+            values["elapsed_seconds"] = self.seconds
+            self.run.log(self.done, **values)
+        if self.done % self.config.checkpoint_every == 0 or self.ended:
+            self.save()
+        if self.report is not None:
+            self.report(self.run, self.done, values)
+
+    def save(self) -> None:
+        state = {
+            "learner": {name: tensor.cpu() for name, tensor in self.learner.state().items()},
+            "right": self._right(),
+            "detected": self.detected[: self.done].clone(),
+            "seconds": self.seconds,
+        }
+        checkpoint.save(self.run, state, self.done)
+
+    def _restore(self, notify: Notify | None) -> None:
+        saved = checkpoint.load_latest(self.run)
+        self.run.rewind(saved.step if saved else 0)
+        if saved is None:
+            return
+        state = saved.state
+        try:
+            self.learner.restore(state["learner"])
+            self.right[: saved.step] = state["right"].to(self.right.device)
+            self.detected[: saved.step] = state["detected"]
+        except (KeyError, RuntimeError) as error:
+            raise MismatchError(
+                f"{self.run.path}: its checkpoint belongs to other settings than run.json has; "
+                "put run.json back as it was, or start anew in another folder"
+            ) from error
+        self.done, self.seconds = saved.step, state["seconds"]
+        for note in saved.notes:
+            if notify is not None:
+                notify(note)
+        if self.report is not None:
+            self.report(self.run, self.done, {})
+
+    def _right(self) -> Tensor:
+        """How many images of every step so far were predicted rightly, on the CPU; an error where one diverged."""
+        right = self.right[: self.done].cpu()
+        bad = (right == DIVERGED).nonzero()
+        if len(bad):
+            raise NonFiniteError(
+                f"{self.run.path}: predictions are not finite at step {int(bad[0]) + 1}; use a smaller lr, inner_lr or "
+                f"mask_lr. {GOOD}"
+            )
+        return right
+
+    def _accuracies(self) -> Tensor:
+        return self._right().double() / (self.config.ways * self.config.shots)
+
+    def _measure(self) -> dict[str, Any]:
+        """Means over the stream so far, and each step since the last record."""
+        accuracies = self._accuracies()
+        last = (self.done - 1) // self.config.log_every * self.config.log_every
+        new = slice(last, self.done)
+        source, switched = self.problem.source[new], self.problem.switched[new]
+        values = {
+            "accuracy": accuracies.mean().item(),
+            "accuracy_by_source": metrics.accuracy_by_source(accuracies, self.problem.source, self.problem.names),
+            "accuracies": accuracies[new].tolist(),
+            "switches": [
+                {"step": last + place + 1, "source": self.problem.names[int(source[place])]}
+                for place in switched.nonzero().flatten().tolist()
+            ],
+        }
+        if self.config.learner in DETECTING:
+            values["detected"] = [last + place + 1 for place in self.detected[new].nonzero().flatten().tolist()]
+        return values | self._sparsity()
+
+    def finish(self) -> None:
+        """Leave what was measured."""
+        accuracies = self._accuracies()
+        switched = self.problem.switched
+        means, counts = metrics.recovery(accuracies, switched)
+        measured = {
+            "accuracy": accuracies.mean().item(),
+            "accuracy_by_source": metrics.accuracy_by_source(accuracies, self.problem.source, self.problem.names),
+            "switches": int(switched[1:].sum()),
+            "recovery": means,
+            "recovery_counts": counts,
+            "seconds": self.seconds,
+            "runs_at_once": self.at_once,
+            **self._sparsity(),
+        }
+        if self.config.learner in DETECTING:
+            measured["detection"] = asdict(metrics.detection(switched, self.detected))
+        write_json(self.run.path / RESULT, measured)
+
+    def _sparsity(self) -> dict[str, Any]:
+        shares = self.learner.closed()
+        if not shares:
+            return {}
+        overall = sum(share * self.sizes[name] for name, share in shares.items()) / sum(self.sizes.values())
+        return {"sparsity": overall, "sparsity_by_tensor": shares}
+
+
+def _load(model: nn.Module, run: RunFolder) -> None:
+    weights, _ = load_weights(run.path / PRETRAINED)
+    own = model.state_dict()
+    check_shapes({n: t.shape for n, t in weights.items()}, {n: t.shape for n, t in own.items()}, run.path / PRETRAINED)
+    model.load_state_dict(weights)
+
+
+def _stopped(members: Sequence[_Member]) -> str:
+    if len(members) == 1:
+        return f"stopped after step {members[0].done} of {members[0].config.steps} and saved"
+    return f"stopped {len(members)} runs and saved them"
+
+
+def _resume_command(runs: Sequence[RunFolder]) -> str:
+    return shlex.join(["wheretolearn", "resume", *(str(run.path) for run in runs if not finished(run))])

@@ -1,0 +1,270 @@
+"""Figures of online learning, from run folders: runs that differ in their seed only are one line, with a band."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+
+from wheretolearn.config import to_dict
+from wheretolearn.errors import UserError
+from wheretolearn.fewshot.records import check_seeds
+from wheretolearn.online import metrics
+from wheretolearn.online.config import OnlineConfig
+from wheretolearn.online.training import finished, settings_of
+from wheretolearn.report.continual import (
+    LONGEST_SLUG,
+    Drawing,
+    Line,
+    _line,
+    _line_axes,
+    _line_rows,
+    _of_runs,
+    _plot_labelled,
+    _share_axis,
+    _tensor_lines,
+)
+from wheretolearn.report.figures import DASHES, INK, MUTED, STYLE, percent_axis, short
+from wheretolearn.report.page import ACCENTS
+from wheretolearn.runs.folder import RunFolder
+
+TOTAL = "all"
+DEPTH = "viridis"  # colours of layers, from the first to the last
+MOST_LINES = 120  # changes of the task that are drawn through the axes; more are marks at their foot
+SPEAKING = ("learner",)  # settings whose values need no name beside them
+
+
+@dataclass(frozen=True, eq=False)
+class OnlineRun:
+    """What one run has measured so far."""
+
+    folder: RunFolder
+    config: OnlineConfig
+    accuracy: dict[int, dict[str, float]]  # steps seen -> "all" or a source -> mean accuracy of those steps
+    accuracies: list[float]  # of every step that is on record
+    switches: list[int]  # steps at which a new task began, from 1
+    sparsity: dict[int, dict[str, float]]  # steps seen -> tensor -> share that cannot change
+
+    @property
+    def finished(self) -> bool:
+        return finished(self.folder)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Runs of the same settings; the label says in what they differ from the other groups, "" where there is one."""
+
+    runs: list[OnlineRun]
+    label: str
+    slug: str
+
+    @property
+    def config(self) -> OnlineConfig:
+        return self.runs[0].config
+
+    @property
+    def name(self) -> str:
+        return self.label or self.config.learner
+
+
+def read_run(run: RunFolder) -> OnlineRun:
+    records = [record for record in run.metrics() if "accuracies" in record]
+    try:
+        return OnlineRun(
+            run,
+            settings_of(run),
+            {record["step"]: {TOTAL: record["accuracy"], **record["accuracy_by_source"]} for record in records},
+            [float(value) for record in records for value in record["accuracies"]],
+            [int(switch["step"]) for record in records for switch in record["switches"]],
+            {record["step"]: record["sparsity_by_tensor"] for record in records if record.get("sparsity_by_tensor")},
+        )
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{run.path / 'metrics.jsonl'} is damaged: its accuracies cannot be read") from None
+
+
+def group_runs(runs: Sequence[OnlineRun]) -> list[Group]:
+    """Runs of the same settings together."""
+    alike: dict[OnlineConfig, list[OnlineRun]] = {}
+    for run in runs:
+        alike.setdefault(run.config, []).append(run)
+    tables = [to_dict(config) for config in alike]
+    names = [name for name in tables[0] if any(table[name] != tables[0][name] for table in tables)]
+    # Methods differ in many settings: those of one value per learner and p need not be told.
+    if len({(config.learner, config.p, config.pretrain) for config in alike}) == len(alike):
+        names = [name for name in ("learner", "p", "pretrain") if name in names]
+    groups: list[Group] = []
+    for config, own in alike.items():
+        check_seeds([run.folder for run in own])
+        values = [(name, _value(getattr(config, name))) for name in names]
+        label = ", ".join(value if name in SPEAKING else f"{name.replace('_', ' ')} {value}" for name, value in values)
+        slug = re.sub(r"[^a-z0-9.]+", "-", label.lower())[:LONGEST_SLUG].strip("-.")
+        if any(group.slug == slug for group in groups):
+            slug = f"{slug}-{len(groups) + 1}".lstrip("-")
+        groups.append(Group(sorted(own, key=lambda run: run.folder.seed), label, slug))
+    return groups
+
+
+def draw(groups: Sequence[Group]) -> list[Drawing]:
+    """Every figure that the runs allow: accuracies and sparsities of each group, recovery and accuracies of all."""
+    drawings = [accuracy_by_source(group) for group in groups]
+    if len(groups) > 1:
+        drawings.append(accuracy_over_time(groups))
+    if any(len(run.switches) > 1 for group in groups for run in group.runs):
+        drawings.append(recovery(groups))
+    return drawings + [sparsity_over_time(group) for group in groups if any(run.sparsity for run in group.runs)]
+
+
+@rc_context(STYLE)
+def accuracy_by_source(group: Group) -> Drawing:
+    """Mean accuracy so far, of all steps and of those of each source; of a single run, with the changes of its task."""
+    names = [TOTAL, *(source.label for source in group.config.sources)]
+    lines = []
+    for name, colour in zip(names, [INK, *_colours(len(names) - 1)], strict=True):
+        curves = [{step: means[name] for step, means in run.accuracy.items() if name in means} for run in group.runs]
+        if any(curves):
+            lines.append(_line(name, curves, colour))
+    title = _title("Accuracy over the stream, by source", group)
+    marks = ""
+    if len(group.runs) == 1 and len(group.runs[0].switches) > 1:
+        places = "Upright lines" if len(group.runs[0].switches) <= MOST_LINES else "Marks at the foot"
+        marks = f" {places}: the task changes."
+    caption = _caption([group], "Mean accuracy of all steps so far, before they are learned from", lines) + marks
+    figure, axes = _line_axes(title, caption, lines, width=5.2)
+    if marks:
+        _draw_switches(axes, group.runs[0])
+    _accuracy_axis(axes, lines)
+    _plot_labelled(axes, lines)
+    _step_axis(axes, lines)
+    columns = ("source", "steps", "accuracy_mean", "accuracy_std", "runs")
+    return Drawing(_stem("accuracy-by-source", group), figure, title, caption, columns, _line_rows(lines))
+
+
+@rc_context(STYLE)
+def accuracy_over_time(groups: Sequence[Group]) -> Drawing:
+    """Mean accuracy so far; one line per group."""
+    curves = [[{step: means[TOTAL] for step, means in run.accuracy.items()} for run in group.runs] for group in groups]
+    lines = _group_lines(groups, curves)
+    title = "Accuracy over the stream"
+    caption = _caption(groups, "Mean accuracy of all steps so far, before they are learned from", lines)
+    figure, axes = _line_axes(title, caption, lines, width=4.6)
+    _accuracy_axis(axes, lines)
+    _plot_labelled(axes, lines)
+    _step_axis(axes, lines)
+    columns = ("runs_of", "steps", "accuracy_mean", "accuracy_std", "runs")
+    return Drawing("accuracy-over-time", figure, title, caption, columns, _line_rows(lines))
+
+
+@rc_context(STYLE)
+def recovery(groups: Sequence[Group]) -> Drawing:
+    """Accuracy in the first steps of a new task; one line per group."""
+    curves = []
+    for group in groups:
+        own = []
+        for run in group.runs:
+            switched = torch.zeros(len(run.accuracies), dtype=torch.bool)
+            switched[[step - 1 for step in run.switches]] = True
+            means, _ = metrics.recovery(torch.tensor(run.accuracies, dtype=torch.float64), switched)
+            own.append(dict(enumerate(means, start=1)))
+        curves.append(own)
+    lines = _group_lines(groups, curves)
+    title = "Recovery after the task changes"
+    caption = _caption(
+        groups, "Mean accuracy in the first, second ... step of a new task, before that step is learned from", lines
+    )
+    figure, axes = _line_axes(title, caption, lines)
+    _accuracy_axis(axes, lines)
+    _plot_labelled(axes, lines, marker="o")
+    axes.set_xlabel("steps since the task changed")
+    axes.set_xticks([1, *range(5, metrics.RECOVERY_STEPS + 1, 5)])
+    axes.grid(visible=False, axis="x")
+    columns = ("runs_of", "step_of_task", "accuracy_mean", "accuracy_std", "runs")
+    return Drawing("recovery", figure, title, caption, columns, _line_rows(lines))
+
+
+@rc_context(STYLE)
+def sparsity_over_time(group: Group) -> Drawing:
+    """Figure S5: share of each layer's weights that the inner loop leaves alone; the data has biases and norm too."""
+    every = _tensor_lines([run.sparsity for run in group.runs])
+    chosen = [line for line in every if line.name.endswith(".weight") and ".norm" not in line.name] or every
+    # Colours follow depth; the head stands apart.
+    shades = [to_hex(colormaps[DEPTH](place)) for place in np.linspace(0.85, 0.15, len(chosen))]
+    lines = [
+        replace(line, colour=INK if line.name.startswith("head.") else shade, dashes="-")
+        for line, shade in zip(chosen, shades, strict=True)
+    ]
+    title = _title("Weights that cannot change, by layer", group)
+    caption = _caption(
+        [group], "Share of each layer's weights that the inner loop leaves alone, over the stream", lines
+    )
+    figure, axes = _line_axes(title, caption, lines, width=4.6)
+    percent_axis(axes, "y")
+    _plot_labelled(axes, lines)
+    _step_axis(axes, lines)
+    columns = ("tensor", "steps", "sparsity_mean", "sparsity_std", "runs")
+    return Drawing(_stem("sparsity-over-time", group), figure, title, caption, columns, _line_rows(every))
+
+
+def _group_lines(groups: Sequence[Group], curves: Sequence[Sequence[dict[int, float]]]) -> list[Line]:
+    return [
+        _line(group.name, own, ACCENTS[number % len(ACCENTS)], "-" if number < len(ACCENTS) else DASHES)
+        for number, (group, own) in enumerate(zip(groups, curves, strict=True))
+        if any(own)
+    ]
+
+
+def _draw_switches(axes: Axes, run: OnlineRun) -> None:
+    places = [step for step in run.switches if step > 1]
+    foot = 1.0 if len(places) <= MOST_LINES else 0.04
+    axes.vlines(places, 0, foot, transform=axes.get_xaxis_transform(), color=MUTED, linewidth=0.5, alpha=0.45)
+
+
+def _accuracy_axis(axes: Axes, lines: Sequence[Line]) -> None:
+    """Percent around the lines and their bands, of which no part lies below 0 or above 100."""
+    spread = [np.nan_to_num(line.std) for line in lines]
+    low = min(float((line.mean - std).min()) for line, std in zip(lines, spread, strict=True))
+    high = max(float((line.mean + std).max()) for line, std in zip(lines, spread, strict=True))
+    margin = 0.03 * (high - low)
+    axes.set_ylim(max(0.0, low - margin), min(1.0, high + margin))
+    _share_axis(axes, 0.2)
+
+
+def _step_axis(axes: Axes, lines: Sequence[Line]) -> None:
+    axes.set_xlim(0, max(float(line.x[-1]) for line in lines))
+    axes.set_xlabel("steps")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.grid(visible=False, axis="x")
+
+
+def _colours(count: int) -> list[str]:
+    return [ACCENTS[number % len(ACCENTS)] for number in range(count)]
+
+
+def _caption(groups: Sequence[Group], what: str, lines: Sequence[Line]) -> str:
+    counts: Any = np.concatenate([line.runs for line in lines])
+    learners = {group.config.learner for group in groups}
+    streams = {(" + ".join(source.label for source in g.config.sources), g.config.p) for g in groups}
+    about: list[str] = [learners.pop()] if len(learners) == 1 else []
+    if len(streams) == 1:
+        sources, p = streams.pop()
+        about.append(f"{sources}, p = {p:g}")
+    start = f"{' on '.join(about)}. " if about else ""
+    return f"{start}{what}{_of_runs(counts, band=True)}."
+
+
+def _title(what: str, group: Group) -> str:
+    return short(f"{what}: {group.label}", 76) if group.label else what
+
+
+def _stem(what: str, group: Group) -> str:
+    return f"{what}-{group.slug}" if group.slug else what
+
+
+def _value(value: object) -> str:
+    if isinstance(value, tuple):
+        return " + ".join(str(getattr(item, "label", item)) for item in value)
+    return "none" if value is None else str(value)

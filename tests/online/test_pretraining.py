@@ -1,0 +1,170 @@
+"""Pre-trained weights: made once, shared, safe against two processes at once and against a kill."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from wheretolearn.data.image_set import data_root
+from wheretolearn.errors import DataError, Stopped
+from wheretolearn.online import pretraining
+from wheretolearn.online.config import GLYPHS, OnlineConfig, Source
+from wheretolearn.online.pretraining import class_splits, few_shot_settings, is_cached, pretrained_weights
+from wheretolearn.online.problem import source_split
+from wheretolearn.online.training import finished, result, train, train_together
+from wheretolearn.runs import checkpoint
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.storage import load_weights
+
+pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
+
+SMALL = {
+    "learner": "maml", "pretrain": True, "width": 4, "steps": 6, "ways": 5, "inner_steps": 1, "log_every": 6,
+    "pretrain_classes": 30, "pretrain_validation_classes": 10, "pretrain_steps": 8, "pretrain_tasks": 1,
+    "pretrain_queries": 3, "pretrain_validate_every": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A data folder that knows the glyphs and nothing else."""
+    glyphs = data_root() / "glyphs"
+    source_split(GLYPHS[0])  # drawn first, if need be
+    monkeypatch.setenv("WHERETOLEARN_DATA", str(tmp_path / "data"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "glyphs").symlink_to(glyphs)
+    return tmp_path / "data"
+
+
+def run_folder(own_cache):
+    (run,) = (path.parent for path in (own_cache / ".pretrained").glob("*/run.json"))
+    return run
+
+
+def test_it_learns_from_the_first_classes_and_validates_with_the_next():
+    config = OnlineConfig(**SMALL)
+    splits, every = class_splits(config), source_split(GLYPHS[0])
+    assert splits["train"].classes == every.classes[:30]
+    assert splits["validation"].classes == every.classes[30:40]
+    assert (splits["validation"].images == every.images[every.class_offsets[30] : every.class_offsets[40]]).all()
+    assert splits["validation"].class_offsets[0] == 0
+
+
+@pytest.mark.parametrize(("learner", "adapted"), [("maml", "all"), ("anil", "head"), ("online-adam", "all")])
+def test_it_is_the_few_shot_training_of_the_learner(learner, adapted):
+    config = OnlineConfig(**{**SMALL, "learner": learner, "lr": 0.002, "inner_lr": 0.07, "order": "second"})
+    few_shot = few_shot_settings(config, class_splits(config))
+    assert (few_shot.mask, few_shot.adapt, few_shot.order) == ("fixed", adapted, "second")
+    assert (few_shot.inner_steps, few_shot.inner_lr, few_shot.theta_lr) == (1, 0.07, 0.002)
+    assert (few_shot.ways, few_shot.shots, few_shot.queries, few_shot.outer_steps) == (5, 5, 3, 8)
+
+
+def test_runs_of_all_seeds_and_of_other_streams_share_one_pre_training(own_cache, make_run, monkeypatch):
+    trainings = []
+    original = pretraining.train
+    monkeypatch.setattr(pretraining, "train", lambda *a, **k: trainings.append(1) or original(*a, **k))
+    for number, changes in enumerate([{}, {"p": 0.5}, {"steps": 7}]):
+        with make_run(f"run{number}", seed=number, **{**SMALL, **changes}) as run:
+            train(run)
+    assert trainings == [1]
+    with make_run("other", **{**SMALL, "lr": 0.01}) as run:
+        train(run)
+    assert trainings == [1, 1]
+    assert is_cached(OnlineConfig(**SMALL))
+    assert not is_cached(OnlineConfig(**{**SMALL, "pretrain_seed": 1}))
+
+
+def test_a_run_starts_from_the_pre_trained_weights_and_then_needs_no_cache(own_cache, make_run):
+    with make_run(**SMALL) as run:
+        train(run)
+        kept, _ = load_weights(run.path / "pretrained.safetensors")
+        cached, _ = load_weights(run_folder(own_cache) / "model.safetensors")
+        assert all(torch.equal(tensor, cached[name]) for name, tensor in kept.items())
+        before = result(run)
+        for name in ("result.json", "checkpoints", "metrics.jsonl"):
+            path = run.path / name
+            if path.is_dir():
+                for file in path.iterdir():
+                    file.unlink()
+            else:
+                path.unlink()
+        (run_folder(own_cache) / "model.safetensors").unlink()
+        train(run)
+        assert {**result(run), "seconds": 0} == {**before, "seconds": 0}
+
+
+def test_too_few_classes_are_refused():
+    greek = Source("glyphs", groups=("greek",))
+    with pytest.raises(
+        DataError, match="wants 30 classes to train on and 20 to validate with, but source glyphs has 45"
+    ):
+        class_splits(OnlineConfig(**{**SMALL, "sources": (greek,), "pretrain_validation_classes": 20}))
+
+
+def test_a_signal_stops_it_and_tells_how_to_go_on(own_cache, make_run, monkeypatch):
+    original = pretraining.train
+
+    def stop_early(step, values):
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    runs = [make_run(name, **SMALL) for name in ("one", "two")]
+    with monkeypatch.context() as patch:
+        patch.setattr(pretraining, "train", lambda run, _, *rest: original(run, stop_early, *rest))
+        with pytest.raises(
+            Stopped, match=r"pre-training, which was saved; go on with `wheretolearn resume .*one .*two`"
+        ):
+            train_together(runs)
+    assert checkpoint.load_latest(run_folder(own_cache)).step == 5
+    train_together(runs)
+    assert all(map(finished, runs))
+
+
+CHILD = """
+import sys
+from wheretolearn.online.config import OnlineConfig
+from wheretolearn.online.pretraining import pretrained_weights
+import torch
+torch.set_num_threads(1)
+pretrained_weights(OnlineConfig(**eval(sys.argv[1])), notify=lambda text: print(text, flush=True))
+print("done", flush=True)
+"""
+
+
+def child(settings):
+    return subprocess.Popen([sys.executable, "-c", CHILD, repr(settings)], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for_step(own_cache, step, process):
+    while True:
+        assert process.poll() is None
+        for file in (own_cache / ".pretrained").glob("*/run.json"):
+            if any(record["step"] >= step for record in RunFolder.open(file.parent).metrics()):
+                return
+        time.sleep(0.01)
+
+
+def test_a_second_process_waits_and_one_that_was_killed_is_taken_over(own_cache):
+    settings = {**SMALL, "pretrain_steps": 150, "pretrain_validate_every": 50}
+    first = child(settings)
+    wait_for_step(own_cache, 1, first)
+    second = child(settings)
+    wait_for_step(own_cache, 50, first)
+    assert second.stdout.readline() == "another process does the same pre-training: waiting for it\n"
+    first.kill()
+    first.communicate()
+    said, _ = second.communicate()
+    assert (second.returncode, said) == (0, "done\n")
+    records = RunFolder.open(run_folder(own_cache)).metrics()
+    steps = [record["step"] for record in records]
+    assert steps[-1] == 150
+    assert sorted(set(steps)) == steps  # every record once
+    weights = pretrained_weights(OnlineConfig(**settings))
+
+    (own_cache / ".pretrained").rename(own_cache / ".before")
+    straight = pretrained_weights(OnlineConfig(**settings))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in straight.items())

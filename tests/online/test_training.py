@@ -1,0 +1,204 @@
+"""Runs in one process: what a learner gets to see and when, what is measured, stopping, resuming, failing."""
+
+import os
+import signal
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from wheretolearn.errors import MismatchError, NonFiniteError, Stopped
+from wheretolearn.online import training
+from wheretolearn.online.learners.base import OnlineLearner
+from wheretolearn.online.problem import Problem, SourceImages
+from wheretolearn.online.training import finished, result, settings_of, train, train_together
+from wheretolearn.runs import checkpoint
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.storage import read_json, write_json
+
+pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
+
+
+class Scripted(OnlineLearner):
+    """Predicts what it is told to, and remembers all it was shown."""
+
+    def __init__(self, answer, ways=10, alarms=()):
+        self.answer, self.ways, self.alarms = answer, ways, alarms
+        self.seen: list[tuple[str, Tensor]] = []
+        self.step = 0
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        self.seen.append(("predict", inputs))
+        chosen = self.answer(self, inputs)
+        return torch.nn.functional.one_hot(chosen, self.ways).float()
+
+    def observe(self, inputs: Tensor, labels: Tensor) -> None:
+        self.seen.append(("observe", inputs))
+        self.labels = labels
+        self.step += 1
+
+    @property
+    def detected(self) -> bool:
+        return self.step - 1 in self.alarms
+
+    def state(self) -> dict[str, Tensor]:
+        return {"step": torch.tensor(self.step)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.step = int(state["step"])
+
+
+def with_learner(monkeypatch, make):
+    monkeypatch.setattr(training, "make_learner", lambda config, model, seed: make())
+
+
+def stream(run):
+    config = settings_of(run)
+    return Problem(config, run.seed, SourceImages(config.sources))
+
+
+def test_every_batch_is_predicted_before_its_labels_are_shown(make_run, monkeypatch):
+    learner = Scripted(lambda own, inputs: torch.zeros(len(inputs), dtype=torch.int64))
+    with_learner(monkeypatch, lambda: learner)
+    with make_run() as run:
+        train(run)
+        problem = stream(run)
+    assert [kind for kind, _ in learner.seen] == ["predict", "observe"] * 24
+    for step in range(24):
+        for _, inputs in learner.seen[2 * step : 2 * step + 2]:
+            assert torch.equal(inputs, problem.batch(step).inputs)
+
+
+@pytest.mark.parametrize(
+    "peek",
+    [
+        lambda own, inputs: torch.arange(10).repeat_interleave(5),  # by place in the batch
+        lambda own, inputs: getattr(own, "labels", torch.zeros(len(inputs), dtype=torch.int64)),  # last step's labels
+    ],
+)
+def test_a_learner_that_peeks_gains_nothing(peek, make_run, monkeypatch):
+    with_learner(monkeypatch, lambda: Scripted(peek))
+    with make_run(steps=200) as run:
+        train(run)
+        assert abs(result(run)["accuracy"] - 0.1) < 4 * (0.1 * 0.9 / (200 * 50)) ** 0.5
+
+
+def test_what_is_measured_follows_from_predictions_and_stream(make_run, monkeypatch):
+    alarms = (3, 9, 10, 20)
+    with_learner(monkeypatch, lambda: Scripted(lambda own, x: torch.full((len(x),), own.step % 3), alarms=alarms))
+    with make_run(learner="c-maml", seed=4) as run:
+        train(run)
+        problem, found, records = stream(run), result(run), run.metrics()
+    assert found["accuracy"] == pytest.approx(0.1)  # always one label: five of fifty
+    assert found["accuracy_by_source"] == {
+        name: pytest.approx(0.1) for number, name in enumerate(problem.names) if (problem.source == number).any()
+    }
+    assert found["switches"] == int(problem.switched[1:].sum()) > 0
+    assert [record["step"] for record in records] == [6, 12, 18, 24]
+    assert [len(record["accuracies"]) for record in records] == [6] * 4
+    assert [step for record in records for step in record["detected"]] == [alarm + 1 for alarm in alarms]
+    told = [(switch["step"], switch["source"]) for record in records for switch in record["switches"]]
+    steps = problem.switched.nonzero().flatten().tolist()
+    assert told == [(step + 1, problem.names[problem.source[step]]) for step in steps]
+
+
+def assert_same_end(one: RunFolder, two: RunFolder):
+    states = [checkpoint.load_latest(run) for run in (one, two)]
+    assert states[0].step == states[1].step
+    learners = [saved.state["learner"] for saved in states]
+    assert learners[0].keys() == learners[1].keys()
+    assert all(torch.equal(tensor, learners[1][name]) for name, tensor in learners[0].items())
+    results = [{**result(run), "seconds": 0, "runs_at_once": 0} for run in (one, two)]
+    assert results[0] == results[1]
+    metrics = [[{**record, "elapsed_seconds": 0} for record in run.metrics()] for run in (one, two)]
+    assert metrics[0] == metrics[1]
+
+
+class StopAt:
+    """Ends the process's work with a signal after some steps."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, step, values):
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("learner", ["online-adam", "bgd", "metacog", "c-maml", "sparse-c-maml", "sparse-relu-c-maml"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_never_had(learner, make_run):
+    settings = {"learner": learner, "samples": 2, "switch_margin": 0.5, "buffer": 5}
+    with make_run("straight", **settings) as straight, make_run("stopped", **settings) as stopped:
+        train(straight)
+        with pytest.raises(Stopped, match="stopped after step 11 of 24 and saved; go on with `wheretolearn resume"):
+            train(stopped, StopAt(11))
+        assert not finished(stopped)
+        assert checkpoint.load_latest(stopped).step == 11
+        train(stopped)
+        assert_same_end(straight, stopped)
+
+
+def test_runs_side_by_side_are_what_they_are_alone(make_run):
+    alone, together = ([make_run(f"{where}{seed}", seed=seed) for seed in (0, 1)] for where in ("alone", "both"))
+    for run in alone:
+        train(run)
+    train_together(together)
+    for one, two in zip(alone, together, strict=True):
+        assert_same_end(one, two)
+    assert result(together[0])["runs_at_once"] == 2
+    assert result(alone[0])["accuracy"] != result(alone[1])["accuracy"]
+
+
+def test_a_run_killed_between_its_last_step_and_its_result_only_lacks_the_result(make_run):
+    with make_run() as run:
+        train(run)
+        expected = result(run)
+        (run.path / "result.json").unlink()
+        train(run)
+        assert result(run) == expected
+
+
+def test_a_finished_run_is_left_as_it_is(make_run):
+    with make_run() as run:
+        train(run)
+        before = (run.path / "result.json").stat().st_mtime_ns
+        train(run)
+        assert (run.path / "result.json").stat().st_mtime_ns == before
+
+
+def test_a_run_that_diverges_says_so_and_does_not_keep_others_from_their_ends(make_run):
+    bad = make_run("bad", learner="online-adam", lr=1e30)
+    good = make_run("good", learner="online-adam")
+    with pytest.raises(NonFiniteError, match=r"(?s)1 of 2 runs failed:.*bad: predictions are not finite at step") as e:
+        train_together([bad, good])
+    assert "Checkpoints saved before are good" in str(e.value)
+    assert finished(good)
+    assert not finished(bad)
+
+
+def test_a_loss_that_the_learner_finds_not_finite_names_run_and_step(make_run):
+    with (
+        make_run(learner="c-maml-fixed", inner_lr=1e30) as run,
+        pytest.raises(NonFiniteError, match=r"run, step \d+: "),
+    ):
+        train(run)
+
+
+def test_a_checkpoint_of_other_settings_is_refused(make_run):
+    with make_run() as run:
+        with pytest.raises(Stopped):
+            train(run, StopAt(8))
+        info = read_json(run.path / "run.json")
+        info["config"]["width"] = 6
+    write_json(run.path / "run.json", info)
+    with RunFolder.open(run.path) as changed, pytest.raises(MismatchError, match="belongs to other settings"):
+        train(changed)
+
+
+def test_a_stream_that_learns_gets_better(make_run):
+    with make_run(steps=60, p=1.0, width=8, inner_steps=4, inner_lr=0.3, learner="sparse-c-maml") as run:
+        train(run)
+        accuracies = [value for record in run.metrics() for value in record["accuracies"]]
+    assert sum(accuracies[-10:]) / 10 > 0.6
+    assert sum(accuracies[:1]) < 0.3
