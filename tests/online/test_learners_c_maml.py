@@ -17,6 +17,7 @@ from wheretolearn.online.c_maml_lanes import CMAMLLanes
 from wheretolearn.online.learners.batch_buffer import BatchBuffer
 from wheretolearn.online.learners.c_maml import CMAML
 from wheretolearn.online.learners.c_maml_masks import TensorRates, c_maml_mask
+from wheretolearn.online.recorded import DIVERGED
 
 WAYS, SHOTS, SIZE = 5, 3, 16
 INNER_LR, INNER_STEPS = 0.4, 6
@@ -279,13 +280,22 @@ def test_lanes_learn_what_each_learns_alone(variant, device, monkeypatch):
             torch.testing.assert_close(state[name], tensor, rtol=1e-7, atol=1e-9)
 
 
-def test_a_prediction_that_is_not_finite_stops_with_its_lane():
-    lanes = CMAMLLanes(learners("sparse-c-maml", "cpu"), CompiledArithmetic(network(), compiled=False))
-    first, *_ = streams("cpu")
-    good, (inputs, labels) = first
-    with pytest.raises(NonFiniteError, match="lane 2: the loss of a batch is not finite"):
-        lanes.step([good, (inputs * float("nan"), labels)])
-    assert lanes.right.tolist()[1] == -1
+def test_losses_that_are_not_finite_stop_their_lane_only():
+    alone, (good, bad) = learners("sparse-c-maml", "cpu")[0], learners("sparse-c-maml", "cpu")
+    lanes = CMAMLLanes([good, bad], CompiledArithmetic(network(), compiled=False))
+    first, second, *_ = streams("cpu")
+    lanes.step(first)
+    assert not lanes.failed
+    kept = bad.buffer.count
+    (inputs, labels) = second[1]
+    right = lanes.step([second[0], (inputs * float("nan"), labels)])
+    assert list(lanes.failed) == [1]
+    assert "the loss of a batch is not finite" in str(lanes.failed[1])
+    assert right.tolist()[1] == DIVERGED
+    assert bad.buffer.count == kept
+    for inputs, labels in (first[0], second[0]):
+        alone.observe(inputs, labels)
+    assert all(torch.allclose(good.state()[name], tensor) for name, tensor in alone.state().items())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -150,6 +150,30 @@ def test_runs_side_by_side_are_what_they_are_alone(make_run):
     assert result(alone[0])["accuracy"] != result(alone[1])["accuracy"]
 
 
+def test_lanes_that_take_steps_together_are_what_they_are_alone(make_run, monkeypatch):
+    """As on a GPU. One has learned for a while before, one ends earlier, one diverges; none keeps the others."""
+    settings = {"learner": "sparse-c-maml", "switch_margin": 0.05, "buffer": 5, "inner_steps": 2, "inner_lr": 0.02}
+    longer, shorter = {"steps": 24, **settings}, {"steps": 16, **settings}
+    alone = [make_run("one", seed=0, **longer), make_run("two", seed=1, **shorter)]
+    together = [make_run("lane1", seed=0, **longer), make_run("lane2", seed=1, **shorter)]
+    bad = make_run("bad", seed=2, **settings | {"inner_lr": 1e30})
+    for run in alone:
+        train(run)
+    monkeypatch.setattr(training, "LANES_ON", ("cpu",))
+    with pytest.raises(Stopped):
+        train(together[0], StopAt(5))
+    with pytest.raises(NonFiniteError, match=r"(?s)1 of 3 runs failed:.*bad, step \d+: the loss of a batch"):
+        train_together([*together, bad])
+    for one, two in zip(alone, together, strict=True):
+        expected, found = result(one), result(two)
+        assert found["accuracy"] == pytest.approx(expected["accuracy"], abs=0.01)  # an image or two by rounding
+        assert found["detection"] == expected["detection"]
+        states = [checkpoint.load_latest(run).state["learner"] for run in (one, two)]
+        for name, tensor in states[0].items():
+            if "conv.bias" not in name:  # batch norm takes these out again: their gradients are rounding errors
+                torch.testing.assert_close(states[1][name], tensor, rtol=0.02, atol=0.01)  # Adam enlarges the rest
+
+
 def test_a_run_killed_between_its_last_step_and_its_result_only_lacks_the_result(make_run):
     with make_run() as run:
         train(run)

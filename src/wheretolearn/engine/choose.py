@@ -64,7 +64,7 @@ def make_engine(lanes: Sequence[Lane], *, kind: EngineKind = "auto", precision: 
     for name in FASTEST_FIRST[max(map(FASTEST_FIRST.index, possible)) :]:
         if name == "eager" or name not in CAN_RUN[precision]:
             break
-        engine = GraphedEngine(lanes, _arithmetic(name, first.model, first.inner, precision), name, note)
+        engine = GraphedEngine(lanes, make_arithmetic(name, first.model, first.inner, precision), name, note)
         try:
             engine.record()
         except Exception as error:
@@ -92,7 +92,7 @@ def make_evaluator(
     name = choose(model, mask, inner, kind, precision)
     if name == "eager":
         return EagerEvaluator(model, mask, inner)
-    return GraphedEvaluator(model, mask, inner, _arithmetic(name, model, inner, precision), lanes)
+    return GraphedEvaluator(model, mask, inner, make_arithmetic(name, model, inner, precision), lanes)
 
 
 def choose(
@@ -122,7 +122,10 @@ def choose(
     return "eager"
 
 
-def _arithmetic(name: EngineName, model: nn.Module, inner: InnerLoop, precision: Precision) -> Arithmetic:
+def make_arithmetic(
+    name: EngineName, model: nn.Module, inner: InnerLoop, precision: Precision = "float32"
+) -> Arithmetic:
+    """How a fast engine adapts to tasks."""
     if name == "fused":
         return FusedConv4(model, precision)
     return CompiledArithmetic(model, inner.clip_norm, precision)

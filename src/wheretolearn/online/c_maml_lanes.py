@@ -15,6 +15,7 @@ from wheretolearn.engine.task import Task
 from wheretolearn.errors import NonFiniteError
 from wheretolearn.online.learners.c_maml import CMAML, PairSums
 from wheretolearn.online.learners.network import optimizer_tensors
+from wheretolearn.online.recorded import DIVERGED
 
 PAIRS_AT_ONCE = (10, 3, 1)
 
@@ -37,23 +38,28 @@ class CMAMLLanes:
         self._inputs: Tensor | None = None  # [lanes, ...]: the batches, where graphs read them
         self._labels: Tensor | None = None
         self._pairs: list[Task] = []
+        self.failed: dict[int, NonFiniteError] = {}
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     @torch.no_grad()
     def step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Predict and learn from one batch per lane; returns how many images each predicted rightly, -1 where a
-        prediction was not finite."""
+        """Predict and learn from one batch per lane; how many images each predicted rightly, before learning from them.
+
+        ``failed`` then holds errors by lane: there, losses were not finite, and the lane has not learned on.
+        """
         inputs, labels = self._slots(batches)
         self.from_theta.copy_(torch.tensor([learner.detected for learner in self.learners]))
         everything = [tensor for learner in self.learners for tensor in learner.phi.values()]
         self._run("look", lambda: self._look(inputs, labels), everything)
+        self.failed.clear()
         for lane, (learner, (before, after)) in enumerate(zip(self.learners, self.losses.tolist(), strict=True)):
             try:
                 learner.check_finite(before, after)
             except NonFiniteError as error:
-                raise NonFiniteError(f"lane {lane + 1}: {error}") from None
-            if learner.conclude(before, after, *batches[lane]):
-                self._meta_update(learner)
+                self.failed[lane] = error
+            else:
+                if learner.conclude(before, after, *batches[lane]):
+                    self._meta_update(learner)
         return self.right.clone()
 
     def _look(self, inputs: Tensor, labels: Tensor) -> None:
@@ -69,7 +75,7 @@ class CMAMLLanes:
         results = self.arithmetic.meta_gradients(starts, self.inner_steps)
         own = probabilities.gather(2, labels.unsqueeze(2)).squeeze(2)
         right = (probabilities.argmax(2) == labels).sum(1)
-        self.right.copy_(torch.where(probabilities.isfinite().all(2).all(1), right, -1))
+        self.right.copy_(torch.where(probabilities.isfinite().all(2).all(1), right, DIVERGED))
         self.losses[:, 0].copy_(-own.clamp_min(torch.finfo(own.dtype).tiny).log().mean(1))
         for lane, (learner, job, result) in enumerate(zip(self.learners, starts, results, strict=True)):
             self.losses[lane, 1].copy_(result.loss)

@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -11,13 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from wheretolearn.config import from_dict
+from wheretolearn.engine.choose import choose, make_arithmetic
+from wheretolearn.engine.task import InnerLoop
 from wheretolearn.errors import MismatchError, NonFiniteError, Stopped, UserError
 from wheretolearn.fewshot.training import failure
 from wheretolearn.online import metrics
+from wheretolearn.online.c_maml_lanes import CMAMLLanes
 from wheretolearn.online.config import DETECTING, OnlineConfig
+from wheretolearn.online.learners.c_maml import CMAML
 from wheretolearn.online.learners.make import make_learner
 from wheretolearn.online.pretraining import pretrained_weights
 from wheretolearn.online.problem import Problem, SourceImages
+from wheretolearn.online.recorded import DIVERGED, RecordedStep
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
@@ -26,8 +31,8 @@ from wheretolearn.storage import check_shapes, load_weights, read_json, save_wei
 Report = Callable[[RunFolder, int, Mapping[str, Any]], None]  # (run, step, latest values)
 Notify = Callable[[str], None]
 RESULT, PRETRAINED = "result.json", "pretrained.safetensors"
-DIVERGED = -1  # instead of a number of images
 GOOD = "Checkpoints saved before are good"
+LANES_ON = ("cuda",)  # devices on which runs of the C-MAML family take steps together
 
 
 def finished(run: RunFolder) -> bool:
@@ -97,14 +102,19 @@ def train_together(
             if run not in failures:
                 with failing(run):
                     members.append(_Member(run, images, device, report, notify, at_once or len(runs)))
+        groups = side_by_side(members, device)
         while members and not stop.requested:
-            for member in members:
-                with failing(member.run):
-                    if not member.ended:  # a kill between the last step and the result leaves only that to do
-                        member.advance()
-                    if member.ended:
-                        member.finish()
-            members = [member for member in members if not finished(member.run) and member.run not in failures]
+            for group in groups:
+                for member, error in group.advance():
+                    with failing(member.run):
+                        if error is not None:
+                            raise error
+                        member.conclude()
+                        if member.ended:
+                            member.finish()
+            left = [member for member in members if not finished(member.run) and member.run not in failures]
+            if len(left) < len(members):
+                members, groups = left, side_by_side(left, device)
         if members:
             for member in members:
                 with failing(member.run):
@@ -164,7 +174,8 @@ class _Member:
         model = self.config.build_model(shared.shape, run.seed)
         if self.config.pretrain:
             _load(model, run)
-        self.learner = make_learner(self.config, model.to(device), run.seed)
+        self.model = model.to(device)
+        self.learner = make_learner(self.config, self.model, run.seed)
         self.sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.done, self.seconds = 0, 0.0
         # Images predicted rightly, by step. On the device, so that counting does not wait for it.
@@ -176,25 +187,18 @@ class _Member:
     def ended(self) -> bool:
         return self.done == self.config.steps
 
-    def advance(self) -> None:
-        """One batch, and whatever is due after it."""
-        started = time.perf_counter()
-        step = self.done
-        batch = self.problem.batch(step)
-        logits = self.learner.predict(batch.inputs)
-        right = (logits.argmax(-1) == batch.labels).sum()
-        self.right[step] = torch.where(logits.isfinite().all(), right, DIVERGED)
-        try:
-            self.learner.observe(batch.inputs, batch.labels)
-        except NonFiniteError as error:
-            raise NonFiniteError(f"{self.run.path}, step {step + 1}: {error}. {GOOD}") from None
-        self.detected[step] = self.learner.detected
+    def counted(self, right: Tensor, seconds: float) -> None:
+        """A batch was predicted, with so many images right, and learned from."""
+        self.right[self.done] = right
+        self.detected[self.done] = self.learner.detected
         self.done += 1
+        self.seconds += seconds
+
+    def conclude(self) -> None:
+        """Whatever is due after a step."""
         values: dict[str, Any] = {}
         if self.done % self.config.log_every == 0 or self.ended:
             values = self._measure()
-        self.seconds += time.perf_counter() - started
-        if values:
             values["elapsed_seconds"] = self.seconds
             self.run.log(self.done, **values)
         if self.done % self.config.checkpoint_every == 0 or self.ended:
@@ -291,6 +295,70 @@ class _Member:
             return {}
         overall = sum(share * self.sizes[name] for name, share in shares.items()) / sum(self.sizes.values())
         return {"sparsity": overall, "sparsity_by_tensor": shares}
+
+
+class _Alone:
+    """One run; on a GPU its step is a graph on a stream of its own."""
+
+    def __init__(self, member: _Member, device: str):
+        self.member, self.recorded = member, RecordedStep(member.learner, torch.device(device))
+
+    def advance(self) -> list[tuple[_Member, UserError | None]]:
+        member = self.member
+        if member.ended:  # a kill between the last step and the result leaves only that to do
+            return [(member, None)]
+        started = time.perf_counter()
+        batch = member.problem.batch(member.done)
+        try:
+            right = self.recorded.step(batch.inputs, batch.labels)
+        except NonFiniteError as error:
+            return [(member, _at(member, error))]
+        member.counted(right, time.perf_counter() - started)
+        return [(member, None)]
+
+
+class _Lanes:
+    """Runs of C-MAML or its variants that share CUDA graphs."""
+
+    def __init__(self, members: Sequence[_Member]):
+        self.members = list(members)
+        learners = [member.learner for member in members if isinstance(member.learner, CMAML)]
+        model, first = members[0].model, learners[0]
+        inner = InnerLoop(first.inner_steps, first.inner_lr)
+        engine = choose(model, first.mask, inner, "auto", "float32")
+        self.lanes = CMAMLLanes(learners, make_arithmetic(engine, model, inner))
+
+    def advance(self) -> list[tuple[_Member, UserError | None]]:
+        started = time.perf_counter()
+        batches = [member.problem.batch(member.done) for member in self.members]
+        right = self.lanes.step([(batch.inputs, batch.labels) for batch in batches])
+        elapsed = time.perf_counter() - started
+        news: list[tuple[_Member, UserError | None]] = []
+        for lane, member in enumerate(self.members):
+            if lane in self.lanes.failed:
+                news.append((member, _at(member, self.lanes.failed[lane])))
+            else:
+                member.counted(right[lane], elapsed)
+                news.append((member, None))
+        return news
+
+
+def side_by_side(members: Sequence[_Member], device: str) -> list[_Alone | _Lanes]:
+    """Who takes steps together: on a GPU, learners of the C-MAML family whose inner loops are alike."""
+    groups: list[_Alone | _Lanes] = []
+    alike: dict[Hashable, list[_Member]] = {}
+    for member in members:
+        learner = member.learner
+        if torch.device(device).type in LANES_ON and isinstance(learner, CMAML) and not member.ended:
+            shapes = tuple((name, tensor.shape) for name, tensor in learner.theta.items())
+            alike.setdefault((learner.inner_steps, learner.mask.names, shapes), []).append(member)
+        else:
+            groups.append(_Alone(member, device))
+    return groups + [_Lanes(own) for own in alike.values()]
+
+
+def _at(member: _Member, error: NonFiniteError) -> NonFiniteError:
+    return NonFiniteError(f"{member.run.path}, step {member.done + 1}: {error}. {GOOD}")
 
 
 def _load(model: nn.Module, run: RunFolder) -> None:
