@@ -49,4 +49,5 @@ def test_online_adam_takes_the_steps_of_adam():
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(learner.weights[name], parameter.detach(), rtol=1e-9, atol=1e-11)
+        # Rounding differs, and Adam enlarges it where gradients vanish: in biases before batch norm.
+        torch.testing.assert_close(learner.weights[name], parameter.detach(), rtol=1e-9, atol=1e-8)
