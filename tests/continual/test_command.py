@@ -298,8 +298,8 @@ def test_a_run_that_diverges_does_not_keep_its_neighbours_from_their_ends(new_ru
 
 
 def test_a_run_of_another_protocol_is_refused(tmp_path):
-    RunFolder.create(tmp_path / "run", {}, 0, "online").close()
-    with pytest.raises(UserError, match="a run of the protocol online, which this command does not know"):
+    RunFolder.create(tmp_path / "run", {}, 0, "offline").close()
+    with pytest.raises(UserError, match="a run of the protocol offline, which this command does not know"):
         runs_in([tmp_path / "run"], wanted="unfinished")
 
 

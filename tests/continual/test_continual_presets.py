@@ -62,8 +62,27 @@ def test_all_methods_face_the_same_problems(method):
         config = configs("paper")[f"table5.{method}.{problem}"]
         assert (config.data, config.tasks, config.examples, config.memory) == ("mnist", tasks, examples, memory)
         assert config.problem == ("rotations" if problem == "rotations" else "permutations")
-        replayed = 50 if method == "mer" else 10  # mer walks through single examples
-        assert (config.batch, config.replay_batch, config.width, config.epochs) == (10, replayed, 100, 1)
+        assert (config.width, config.epochs) == (100, 1)
+        if method in ("er", "la-maml", "sparse-la-maml", "sparse-relu-la-maml"):
+            assert (config.batch, config.replay_batch) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    ("problem", "sgd", "gem", "mer"),
+    [
+        ("rotations", 0.0003, (0.01, 0.0), (0.1, 0.01, 5, 11)),
+        ("permutations", 0.003, (0.01, 0.0), (0.03, 0.03, 10, 11)),
+        ("many", 0.003, (0.003, 0.1), (0.03, 0.03, 10, 6)),
+    ],
+)
+def test_sgd_gem_and_mer_have_the_settings_of_mers_code(problem, sgd, gem, mer):
+    found = {method: configs("paper")[f"table5.{method}.{problem}"] for method in ("sgd", "gem", "mer")}
+    assert (found["sgd"].lr, found["sgd"].batch) == (sgd, 1)
+    assert (found["gem"].lr, found["gem"].memory_strength, found["gem"].batch) == (*gem, 1)
+    own = found["mer"]
+    assert (own.lr, own.mer_beta, own.mer_steps, own.replay_batch) == mer
+    assert own.mer_gamma == 1.0
+    assert {config.glances for config in found.values()} == {1}
 
 
 def test_split_cifar_has_the_settings_that_the_paper_lists():

@@ -5,17 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from wheretolearn.continual.cifar_lanes import CifarLanes
 from wheretolearn.continual.config import LOOK_AHEAD, ContinualConfig
 from wheretolearn.continual.lanes import ModuleLanes
 from wheretolearn.continual.learners.er import ExperienceReplay
 from wheretolearn.continual.learners.gem import GEM
 from wheretolearn.continual.learners.la_maml import LaMAML
-from wheretolearn.continual.learners.make import make_learner
+from wheretolearn.continual.learners.make import _side_by_side, make_learner
 from wheretolearn.continual.learners.mer import MER
 from wheretolearn.continual.learners.sgd import SGD
 from wheretolearn.continual.mlp_lanes import MLPLanes
 from wheretolearn.errors import ConfigError
 from wheretolearn.masks.elementwise import RULES
+from wheretolearn.models import build
 
 # None is a default.
 SETTINGS = ContinualConfig(
@@ -117,6 +119,18 @@ def test_look_ahead(kind, rule, scale):
     assert make(kind, clip_norm=None).clip_norm is None
     start = learner.rates()  # all open, at alpha_0
     assert start.min(1).values.tolist() == start.max(1).values.tolist() == pytest.approx(RATES)
+
+
+def test_convolutional_networks_learn_all_at_once_on_a_gpu():
+    models = [build("cifar_net", width=4, seed=seed) for seed in (0, 1)]
+    assert type(_side_by_side(models, "cuda")) is CifarLanes
+    assert type(_side_by_side(models, "cpu")) is ModuleLanes
+
+
+def test_images_that_are_not_square_are_refused_for_it():
+    config = replace(SETTINGS, learner="er", problem="split", model="cifar_net")
+    with pytest.raises(ConfigError, match="square images, not 12x16"):
+        config.build_model((12, 16, 3), 10, 0)
 
 
 def test_a_network_that_is_no_perceptron():

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from wheretolearn.continual.config import ContinualConfig
-from wheretolearn.continual.problem import Problem, train_and_test
+from wheretolearn.continual.problem import Labelled, Problem, train_and_test
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import ConfigError, DataError
 
@@ -91,3 +91,19 @@ def test_bad_settings_are_refused():
         Problem(config(examples=100_000), [0])
     with pytest.raises(ConfigError, match="training classes"):
         Problem(config(classes=100_000), [0])
+
+
+@pytest.mark.parametrize(
+    ("tested", "error", "message"),
+    [
+        ([0, 0, 1, 2, 3], ConfigError, "tasks of different lengths"),  # class 0 has more test images than others
+        ([0, 1, 2], DataError, "tasks without test images"),
+    ],
+)
+def test_tasks_that_cannot_be_tested_alike_are_refused(tested, error, message, monkeypatch):
+    part = lambda labels: Labelled(np.zeros((len(labels), 4, 4, 1), np.uint8), torch.tensor(labels))  # noqa: E731
+    both = part([0, 1, 2, 3] * 8), part(tested), 4
+    monkeypatch.setattr("wheretolearn.continual.problem.train_and_test", lambda images, config: both)
+    own = config(problem="split", class_order="shuffled", classes_per_task=1)
+    with pytest.raises(error, match=message):
+        Problem(own, list(range(6)))

@@ -45,6 +45,11 @@ def test_batch_norm_can_be_kept_from_the_inner_loop(network, kind):
     assert all(sparsity[layer] == 1.0 for layer in norm)
 
 
+def test_the_start_of_the_weights_can_be_chosen():
+    plain, larger = made()[0], made(init="kaiming")[0]
+    assert larger.head.weight.abs().max() > 2 * plain.head.weight.abs().max()
+
+
 @pytest.mark.parametrize("kind", get_args(MaskKind))
 def test_transformations_of_t_net_are_kept_from_the_inner_loop(kind):
     _, mask = made(mask=kind, t_net=True)

@@ -138,6 +138,8 @@ def test_kaiming_start_of_conv4() -> None:
             assert parameter.abs().max().item() == pytest.approx((6 / fan_in) ** 0.5, rel=0.01)
             assert plain[name].abs().max().item() == pytest.approx((1 / fan_in) ** 0.5, rel=0.01)
             assert abs(parameter.mean().item()) < 0.01
+        else:
+            assert torch.equal(parameter, plain[name])
 
 
 def test_t_net_starts_as_plain_conv4_with_the_same_weights() -> None:

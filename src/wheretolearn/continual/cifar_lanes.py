@@ -1,4 +1,4 @@
-"""The convolutional network of all lanes at once, in closed form.
+"""The convolutional network, learning in closed form with all lanes at once.
 
 A convolution is a product of the patches of its input with each lane's filters, so that all lanes share a few large
 products. Between layers images lie as ``[lanes * examples, height, width, channels]``.
@@ -20,15 +20,15 @@ class CifarLanes(ModuleLanes):
     def __init__(self, models: Sequence[CifarNet]):
         super().__init__(models)
         layers = [name.removesuffix(".weight") for name in self.shapes if name.endswith(".weight")]
-        self.convolutions = [name for name in layers if len(self.shapes[f"{name}.weight"]) == 4]
-        self.linear = [name for name in layers if len(self.shapes[f"{name}.weight"]) == 2]
+        self.layers = layers
+        self.convolutions = sum(len(self.shapes[f"{name}.weight"]) == 4 for name in layers)  # they come first
 
     def gradient(self, weights: Tensor, inputs: Tensor, labels: Tensor, shares: Tensor | None = None) -> Tensor:
         if shares is None:
             shares = torch.full_like(labels, 1, dtype=weights.dtype) / labels.shape[1]
-        network = _Pass(self, inputs, labels, shares)
-        network.run(weights)
-        return network.gradient(torch.empty_like(weights))
+        seen = _Pass(self, inputs, labels, shares)
+        seen.run(weights)
+        return seen.gradient(torch.empty_like(weights))
 
     def look_ahead(
         self, weights: Tensor, rates: Tensor, inputs: Tensor, labels: Tensor, shares: Tensor, steps: int, every: bool
@@ -43,17 +43,17 @@ class CifarLanes(ModuleLanes):
         everything = _Pass(self, inputs, labels, shares)
         for state in range(steps + 1):  # after so many inner steps
             meta = state > 0 and (every or state == steps)
-            network, place = everything, state
+            seen, place = everything, state
             if not meta:
                 own = slice(state, state + 1)
-                network, place = _Pass(self, inputs[:, own], labels[:, own], torch.ones_like(shares[:, own])), 0
-            network.run(phi)
+                seen, place = _Pass(self, inputs[:, own], labels[:, own], shares[:, own]), 0
+            seen.run(phi)
             if meta:
-                network.gradient(gradient)
+                seen.gradient(gradient)
                 outer += gradient
                 to_rates.addcmul_(gradient, inner_sum, value=-1)
             if state < steps:
-                inner_sum += network.gradient(gradient, place)
+                inner_sum += seen.gradient(gradient, place)
                 phi = torch.addcmul(weights, rates, inner_sum, value=-1)
         count = steps if every else 1
         return outer.div_(count), to_rates.div_(count)
@@ -73,9 +73,8 @@ class _Pass:
     def run(self, weights: Tensor) -> None:
         views = self.network.views(weights)
         matrices = self._matrices(views)
-        names = [*self.network.convolutions, *self.network.linear]
-        biases = [views[f"{name}.bias"].unsqueeze(1) for name in names]
-        last, first_linear = len(matrices) - 1, len(self.network.convolutions)
+        biases = [views[f"{name}.bias"].unsqueeze(1) for name in self.network.layers]
+        last, first_linear = len(matrices) - 1, self.network.convolutions
         del self.rows[1:]
         for number in range(len(matrices)):
             z = torch.baddbmm(biases[number], self.rows[number], matrices[number].mT)
@@ -105,8 +104,8 @@ class _Pass:
     def gradient(self, result: Tensor, example: int | None = None) -> Tensor:
         """Of the weighted sum of losses, or of one example's loss; written into ``result``."""
         views = self.network.views(result)
-        names = [*self.network.convolutions, *self.network.linear]
-        for name, matrix, delta, rows in zip(names, self._matrices(views), self.deltas, self.rows, strict=True):
+        layers = zip(self.network.layers, self._matrices(views), self.deltas, self.rows, strict=True)
+        for name, matrix, delta, rows in layers:
             if example is not None:
                 each = rows.shape[1] // self.examples
                 own = slice(example * each, (example + 1) * each)
@@ -116,7 +115,7 @@ class _Pass:
         return result
 
     def _matrices(self, views: dict[str, Tensor]) -> list[Tensor]:
-        return [views[f"{name}.weight"].flatten(2) for name in (*self.network.convolutions, *self.network.linear)]
+        return [views[f"{name}.weight"].flatten(2) for name in self.network.layers]
 
     def _next_images(self, number: int, z: Tensor) -> Tensor:
         """Rectified outputs of a convolution, padded for the next one."""

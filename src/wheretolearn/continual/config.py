@@ -38,7 +38,7 @@ class ContinualConfig:
     lr: float = setting(0.1, "learning rate of the weights; alpha_0 of La-MAML and its variants")
     mask_lr: float = setting(1.0, "learning rate of the mask, or of La-MAML's rates (gamma_m)")
     memory: int = setting(200, "examples kept for replay, in all; for gem shared out among the tasks")
-    replay_batch: int = setting(10, "examples from memory beside each batch")
+    replay_batch: int = setting(10, "examples from memory beside each batch; mer counts the incoming one among them")
     meta_loss: MetaLoss = setting("every-step", "La-MAML's meta-loss: the mean over every inner step, or the final one")
     clip_norm: float | None = setting(2.0, "bound on the norm of La-MAML's gradients of weights and of mask")
     straight_through_scale: float = setting(0.5, "factor of the straight-through gradient of sparse-la-maml")
@@ -79,4 +79,6 @@ class ContinualConfig:
         if self.model == "mlp":
             sizes = (height * wide * channels, *[self.width] * self.hidden_layers, classes)
             return models.build("mlp", sizes=sizes, seed=seed)
+        if height != wide:
+            raise ConfigError(f"model=cifar_net takes square images, not {height}x{wide}: use model=mlp")
         return models.build("cifar_net", ways=classes, width=self.width, channels=channels, size=height, seed=seed)

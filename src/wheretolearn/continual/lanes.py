@@ -1,7 +1,7 @@
 """Networks of one architecture side by side: lane by lane other weights, one matrix ``[lanes, weights]`` for all.
 
-``ModuleLanes`` takes any module and goes through the lanes one by one, with autograd. ``MLPLanes`` (mlp_lanes.py) has
-the same methods in closed form for all lanes at once.
+``ModuleLanes`` takes any module and goes through the lanes one by one, with autograd. ``MLPLanes`` (mlp_lanes.py) and
+``CifarLanes`` (cifar_lanes.py) learn in closed form, all lanes at once.
 """
 
 from abc import ABC, abstractmethod

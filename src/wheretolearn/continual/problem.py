@@ -48,6 +48,8 @@ class Problem:
         self._tasks = [self._tasks_of(seed) for seed in self.seeds]
         lengths = [[len(task.train_indices) for task in tasks] for tasks in self._tasks]
         tested = [[len(self._tested(task)) for task in tasks] for tasks in self._tasks]
+        if min(map(min, tested)) == 0:
+            raise DataError(f"{config.data} has tasks without test images: it needs some of every class")
         if any(other != lengths[0] for other in lengths) or any(other != tested[0] for other in tested):
             raise ConfigError("these seeds have tasks of different lengths: run them one by one (class_order=shuffled)")
         # Positions within a task instead of images: what each lane's task shows is prepared when it begins.
