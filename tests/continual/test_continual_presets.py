@@ -100,8 +100,8 @@ def test_split_cifar_has_the_settings_that_the_paper_lists():
     assert settings("er", "lr", "glances", "replay_batch", "batch") == [[0.001, 2, 20, 10], [0.01, 4, 10, 10]]
     assert settings("gem", "batch", "glances", "memory_strength", "memory") == [[20, 2, 0.5, 200], [5, 2, 0.5, 1000]]
     assert settings("mer", "mer_beta", "mer_gamma", "batch", "replay_batch") == [
-        [0.1, 0.05, 10, 10],
-        [0.1, 0.08, 10, 10],
+        [0.1, 0.05, 10, 11],  # with the incoming example
+        [0.1, 0.08, 10, 11],
     ]
 
 

@@ -127,7 +127,7 @@ def test_only_c_maml_looks_for_switches_and_only_masks_close(name):
         assert learner.detected
     else:
         assert not learner.detected
-    assert (learner.closed() != {}) == (name in ("c-maml", "sparse-c-maml", "sparse-relu-c-maml"))
+    assert (learner.closed() != {}) == (name in ("sparse-c-maml", "sparse-relu-c-maml"))
     assert all(isinstance(share, float) and 0 <= share <= 1 for share in learner.closed().values())
 
 

@@ -218,10 +218,12 @@ def test_a_checkpoint_of_other_settings_is_refused(make_run):
         with pytest.raises(Stopped):
             train(run, StopAt(8))
         info = read_json(run.path / "run.json")
-        info["config"]["width"] = 6
-    write_json(run.path / "run.json", info)
-    with RunFolder.open(run.path) as changed, pytest.raises(MismatchError, match="belongs to other settings"):
-        train(changed)
+        kept = dict(info["config"])
+    for change in ({"width": 6}, {"learner": "c-maml-fixed"}, {"learner": "online-adam"}):
+        info["config"] = kept | change
+        write_json(run.path / "run.json", info)
+        with RunFolder.open(run.path) as changed, pytest.raises(MismatchError, match="belongs to other settings"):
+            train(changed)
 
 
 def test_a_stream_that_learns_gets_better(make_run):

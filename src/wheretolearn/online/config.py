@@ -81,6 +81,7 @@ class OnlineConfig:
     l1: float = setting(0.1, "metacog: strength of the L1 penalty on its mask")
     logit_init: float = setting(0.5, "metacog: mask logits at the start of every inner loop")
 
+    adapt_norm: bool = setting(False, "true: the inner loop also changes scale and shift of batch norm")
     order: Order = setting("first", "meta-gradient of metabgd, metacog and pre-training; c-maml's is first")
 
     pretrain: bool = setting(False, "start from weights meta-trained on classes of the first source; maml and anil do")

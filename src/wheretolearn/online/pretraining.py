@@ -73,6 +73,7 @@ def few_shot_settings(config: OnlineConfig, splits: Mapping[str, ImageSplit]) ->
         width=config.width,
         mask="fixed",
         adapt="head" if config.learner == "anil" else "all",
+        adapt_norm=config.adapt_norm,
         order=config.order,
         inner_steps=config.inner_steps,
         test_inner_steps=config.inner_steps,

@@ -50,7 +50,7 @@ class Problem:
     def batch(self, step: int) -> Batch:
         source = int(self.source[step])
         pixels = self._images.pixels[source][self._indices[step]]
-        return Batch(as_input(pixels, channels_last=True), self._labels[step], source, bool(self.switched[step]))
+        return Batch(as_input(pixels), self._labels[step], source, bool(self.switched[step]))
 
 
 class SourceImages:

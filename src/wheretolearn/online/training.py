@@ -177,7 +177,7 @@ class _Member:
         self.model = model.to(device)
         self.learner = make_learner(self.config, self.model, run.seed)
         self.sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        self.done, self.seconds = 0, 0.0
+        self.done, self.concluded, self.seconds = 0, 0, 0.0
         # Images predicted rightly, by step. On the device, so that counting does not wait for it.
         self.right = torch.zeros(self.config.steps, dtype=torch.int32, device=device)
         self.detected = torch.zeros(self.config.steps, dtype=torch.bool)
@@ -195,10 +195,15 @@ class _Member:
         self.seconds += seconds
 
     def conclude(self) -> None:
-        """Whatever is due after a step."""
+        """Whatever is due after a step, once."""
+        if self.concluded == self.done:  # a kill between the last step and the result leaves only that to do
+            return
+        self.concluded = self.done
         values: dict[str, Any] = {}
         if self.done % self.config.log_every == 0 or self.ended:
+            started = time.perf_counter()
             values = self._measure()
+            self.seconds += time.perf_counter() - started  # on a GPU it waits here for steps that were only queued
             values["elapsed_seconds"] = self.seconds
             self.run.log(self.done, **values)
         if self.done % self.config.checkpoint_every == 0 or self.ended:
@@ -208,6 +213,7 @@ class _Member:
 
     def save(self) -> None:
         state = {
+            "kind": self.config.learner,
             "learner": {name: tensor.cpu() for name, tensor in self.learner.state().items()},
             "right": self._right(),
             "detected": self.detected[: self.done].clone(),
@@ -222,6 +228,8 @@ class _Member:
             return
         state = saved.state
         try:
+            if state["kind"] != self.config.learner:
+                raise KeyError(state["kind"])
             self.learner.restore(state["learner"])
             self.right[: saved.step] = state["right"].to(self.right.device)
             self.detected[: saved.step] = state["detected"]
@@ -231,6 +239,7 @@ class _Member:
                 "put run.json back as it was, or start anew in another folder"
             ) from error
         self.done, self.seconds = saved.step, state["seconds"]
+        self.concluded = self.done
         for note in saved.notes:
             if notify is not None:
                 notify(note)
@@ -293,7 +302,8 @@ class _Member:
         shares = self.learner.closed()
         if not shares:
             return {}
-        overall = sum(share * self.sizes[name] for name, share in shares.items()) / sum(self.sizes.values())
+        covered = sum(self.sizes[name] for name in shares)
+        overall = sum(share * self.sizes[name] for name, share in shares.items()) / covered
         return {"sparsity": overall, "sparsity_by_tensor": shares}
 
 
@@ -305,7 +315,7 @@ class _Alone:
 
     def advance(self) -> list[tuple[_Member, UserError | None]]:
         member = self.member
-        if member.ended:  # a kill between the last step and the result leaves only that to do
+        if member.ended:
             return [(member, None)]
         started = time.perf_counter()
         batch = member.problem.batch(member.done)

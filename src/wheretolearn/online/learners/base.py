@@ -23,7 +23,7 @@ class OnlineLearner(ABC):
         return False
 
     def closed(self) -> dict[str, float]:
-        """Share of each parameter's weights that the inner loop cannot change; {} where there is no mask."""
+        """Share of weights that a learned mask closes to the inner loop, of each parameter that it covers; or {}."""
         return {}
 
     @abstractmethod

@@ -17,6 +17,7 @@ from wheretolearn.errors import ConfigError, NonFiniteError
 from wheretolearn.masks import GradientMask
 from wheretolearn.online.learners.base import OnlineLearner
 from wheretolearn.online.learners.batch_buffer import BatchBuffer
+from wheretolearn.online.learners.c_maml_masks import TensorRates
 from wheretolearn.online.learners.network import (
     Network,
     Tensors,
@@ -134,7 +135,10 @@ class CMAML(OnlineLearner):
         self.optimizer.step()
 
     def closed(self) -> dict[str, float]:
-        return self.mask.sparsity().by_tensor if self.mask.raw else {}
+        if isinstance(self.mask, TensorRates) or not self.mask.raw:
+            return {}
+        shares = self.mask.sparsity().by_tensor
+        return {name: shares[name] for name in self.mask.names}
 
     def state(self) -> dict[str, Tensor]:
         return {

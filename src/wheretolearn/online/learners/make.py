@@ -17,11 +17,12 @@ from wheretolearn.online.learners.online_adam import OnlineAdam
 def make_learner(config: OnlineConfig, model: nn.Module, seed: int) -> OnlineLearner:
     """A learner that starts from the model's weights, on its device."""
     kind = config.learner
+    select = masks.selected_names if config.adapt_norm else masks.without_batch_norm
     if kind == "online-adam":
         return OnlineAdam(model, lr=config.lr)
     if kind == "maml" or kind == "anil":
-        select = "head" if kind == "anil" else "all"
-        return MAML(model, inner_steps=config.inner_steps, inner_lr=config.inner_lr, select=select)
+        names = select(model, "head" if kind == "anil" else "all")
+        return MAML(model, inner_steps=config.inner_steps, inner_lr=config.inner_lr, select=names)
     if kind == "bgd" or kind == "metabgd" or kind == "metacog":
         return BGD(
             model,
@@ -34,7 +35,8 @@ def make_learner(config: OnlineConfig, model: nn.Module, seed: int) -> OnlineLea
     # Masks are drawn on the CPU, so that they do not depend on the device.
     start = masks.constant(config.inner_lr) if kind == "sparse-c-maml" and config.mask_init == "open" else None
     generator = torch.Generator().manual_seed(seed)
-    mask, inner_lr = c_maml_mask(kind, model, inner_lr=config.inner_lr, init=start, generator=generator)
+    names = select(model, "all")
+    mask, inner_lr = c_maml_mask(kind, model, inner_lr=config.inner_lr, select=names, init=start, generator=generator)
     return CMAML(
         model,
         mask,
@@ -49,8 +51,10 @@ def make_learner(config: OnlineConfig, model: nn.Module, seed: int) -> OnlineLea
 
 
 def _inner_loop(config: OnlineConfig, model: nn.Module) -> InnerLoop | None:
+    select = masks.selected_names if config.adapt_norm else masks.without_batch_norm
     if config.learner == "metabgd":
-        return WeightsInner(model, steps=config.inner_steps, lr=config.inner_lr, order=config.order)
+        names = select(model, "all")
+        return WeightsInner(model, steps=config.inner_steps, lr=config.inner_lr, order=config.order, select=names)
     if config.learner == "metacog":
         return GatesInner(
             model,
@@ -59,5 +63,6 @@ def _inner_loop(config: OnlineConfig, model: nn.Module) -> InnerLoop | None:
             l1=config.l1,
             logit_init=config.logit_init,
             order=config.order,
+            select=select(model, "body"),
         )
     return None
