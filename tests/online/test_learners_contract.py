@@ -136,15 +136,17 @@ def test_only_c_maml_looks_for_switches_and_only_masks_close(name):
 def test_a_recorded_step_predicts_and_learns_what_the_plain_one_does(name, device):
     stream = [(inputs.double().to(device), labels.to(device)) for inputs, labels in batches("aaabbcccca")]
     plain, fast = (LEARNERS[name](network(0).double().to(device)) for _ in range(2))
-    recorded = RecordedStep(fast, torch.device(device))
+    recorded, found_right = RecordedStep(fast, torch.device(device)), torch.zeros((), dtype=torch.int32, device=device)
     for inputs, labels in stream:
         right = (plain.predict(inputs).argmax(1) == labels).sum()
         plain.observe(inputs, labels)
-        assert recorded.step(inputs, labels) == right
+        recorded.step(inputs, labels, found_right)
+        assert found_right.item() == right
     found = fast.state()
     for key, tensor in plain.state().items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-7, atol=1e-9)
-    assert recorded.step(inputs * float("nan"), labels) == DIVERGED
+    recorded.step(inputs * float("nan"), labels, found_right)
+    assert found_right.item() == DIVERGED
 
 
 def test_noise_depends_on_the_seed_and_the_step():

@@ -45,7 +45,7 @@ class CMAMLLanes:
     def step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Predict and learn from one batch per lane; how many images each predicted rightly, before learning from them.
 
-        ``failed`` then holds errors by lane: there, losses were not finite, and the lane has not learned on.
+        ``failed`` then holds errors by lane, where losses were not finite: such a lane cannot go on.
         """
         inputs, labels = self._slots(batches)
         self.from_theta.copy_(torch.tensor([learner.detected for learner in self.learners]))

@@ -66,7 +66,7 @@ class OnlineConfig:
     learner: LearnerKind = setting("sparse-c-maml", "method")
     lr: float = setting(0.005, "learning rate of the weights, by Adam; not of bgd and its kin")
     inner_steps: int = setting(16, "gradient steps of the inner loop on each batch")
-    inner_lr: float = setting(0.1, "inner learning rate (alpha_0); 1 for sparse-relu-c-maml")
+    inner_lr: float = setting(0.1, "inner learning rate (alpha_0); sparse-relu-c-maml has learned ones only")
     mask_lr: float = setting(0.01, "learning rate of the mask, or of c-maml's step sizes (gamma_m)")
     mask_init: Literal["kaiming", "open"] = setting(
         "kaiming", "how sparse-c-maml's mask starts: half closed, or all open"

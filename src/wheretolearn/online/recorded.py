@@ -1,5 +1,7 @@
 """A learner's step as one CUDA graph, for learners that decide nothing on the way; on a CPU it runs as it stands."""
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 
@@ -14,39 +16,43 @@ class RecordedStep:
 
     def __init__(self, learner: OnlineLearner, device: torch.device):
         self.learner = learner
-        self.right = torch.zeros((), dtype=torch.int64, device=device)
+        self._right = torch.zeros((), dtype=torch.int64, device=device)
         self._stream = new_stream(device) if device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: Tensor | None = None
         self._labels: Tensor | None = None
 
-    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """How many images were predicted rightly, before learning from them; ``DIVERGED`` where not finite.
+    def step(self, inputs: Tensor, labels: Tensor, right: Tensor) -> None:
+        """Learn from a batch; ``right`` gets how many images were predicted before that, or ``DIVERGED``.
 
-        The result is overwritten by the next step.
+        On a GPU this only queues the work: wait for the device before reading.
         """
         if self._stream is None:
-            return self._step(inputs, labels)
-        self._stream.wait_stream(torch.cuda.current_stream(inputs.device))
-        with torch.cuda.stream(self._stream):
-            if self._inputs is None or self._labels is None:
-                self._inputs, self._labels = inputs.clone(), labels.clone()
-                self._step(inputs, labels)  # whatever a learner makes once, it makes at its first batch
+            self._step(inputs, labels)
+            right.copy_(self._right)
+            return
+        current = torch.cuda.current_stream(inputs.device)
+        current.wait_stream(self._stream)  # for this learner's last step alone
+        first = self._inputs is None or self._labels is None
+        if self._inputs is None or self._labels is None:
+            self._inputs, self._labels = inputs.clone(), labels.clone()
+        self._inputs.copy_(inputs)
+        self._labels.copy_(labels)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), _float32_convolutions():
+            if first:  # whatever a learner makes once, it makes at its first batch
+                self._step(self._inputs, self._labels)
             else:
-                self._inputs.copy_(inputs)
-                self._labels.copy_(labels)
                 if self._graph is None:
                     self._graph = self._record(self._inputs, self._labels)
                 self._graph.replay()
-        torch.cuda.current_stream(inputs.device).wait_stream(self._stream)
-        return self.right
+            right.copy_(self._right)
 
-    def _step(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def _step(self, inputs: Tensor, labels: Tensor) -> None:
         logits = self.learner.predict(inputs)
         right = (logits.argmax(-1) == labels).sum()
-        self.right.copy_(torch.where(logits.isfinite().all(), right, DIVERGED))
+        self._right.copy_(torch.where(logits.isfinite().all(), right, DIVERGED))
         self.learner.observe(inputs, labels)
-        return self.right
 
     def _record(self, inputs: Tensor, labels: Tensor) -> torch.cuda.CUDAGraph:
         """Warm up, record, and undo what warming up learned."""
@@ -58,3 +64,11 @@ class RecordedStep:
             self._step(inputs, labels)
         self.learner.restore(before)
         return graph
+
+
+def _float32_convolutions() -> AbstractContextManager[None]:
+    """By default cuDNN rounds to TF32."""
+    flags: AbstractContextManager[None] = torch.backends.cudnn.flags(
+        enabled=True, benchmark=True, deterministic=False, allow_tf32=False
+    )
+    return flags

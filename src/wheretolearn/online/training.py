@@ -119,8 +119,9 @@ def train_together(
             for member in members:
                 with failing(member.run):
                     member.save()
-            with telling_how_to_go_on([member.run for member in members]):
-                raise Stopped(_stopped(members))
+            if not failures:
+                with telling_how_to_go_on([member.run for member in members]):
+                    raise Stopped(_stopped(members))
     if failures:
         raise failure(failures, of=len(runs))
 
@@ -187,9 +188,8 @@ class _Member:
     def ended(self) -> bool:
         return self.done == self.config.steps
 
-    def counted(self, right: Tensor, seconds: float) -> None:
-        """A batch was predicted, with so many images right, and learned from."""
-        self.right[self.done] = right
+    def counted(self, seconds: float) -> None:
+        """A batch was predicted, ``right`` tells how well, and learned from."""
         self.detected[self.done] = self.learner.detected
         self.done += 1
         self.seconds += seconds
@@ -214,8 +214,8 @@ class _Member:
     def save(self) -> None:
         state = {
             "kind": self.config.learner,
+            "right": self._right(),  # first, as it waits for the device
             "learner": {name: tensor.cpu() for name, tensor in self.learner.state().items()},
-            "right": self._right(),
             "detected": self.detected[: self.done].clone(),
             "seconds": self.seconds,
         }
@@ -248,6 +248,8 @@ class _Member:
 
     def _right(self) -> Tensor:
         """How many images of every step so far were predicted rightly, on the CPU; an error where one diverged."""
+        if self.right.is_cuda:  # steps may be queued on any stream
+            torch.cuda.synchronize(self.right.device)
         right = self.right[: self.done].cpu()
         bad = (right == DIVERGED).nonzero()
         if len(bad):
@@ -320,10 +322,10 @@ class _Alone:
         started = time.perf_counter()
         batch = member.problem.batch(member.done)
         try:
-            right = self.recorded.step(batch.inputs, batch.labels)
+            self.recorded.step(batch.inputs, batch.labels, member.right[member.done])
         except NonFiniteError as error:
             return [(member, _at(member, error))]
-        member.counted(right, time.perf_counter() - started)
+        member.counted(time.perf_counter() - started)
         return [(member, None)]
 
 
@@ -348,7 +350,8 @@ class _Lanes:
             if lane in self.lanes.failed:
                 news.append((member, _at(member, self.lanes.failed[lane])))
             else:
-                member.counted(right[lane], elapsed)
+                member.right[member.done] = right[lane]
+                member.counted(elapsed)
                 news.append((member, None))
         return news
 
