@@ -269,6 +269,12 @@ def _toml_value(text: str) -> object:
     return value
 
 
+def differences(expected: Any, found: Any) -> dict[str, str]:
+    """The settings in which two configs of one kind differ, each as NAME=VALUE of the second."""
+    wanted = to_dict(expected)
+    return {name: f"{name}={toml_text(value)}" for name, value in to_dict(found).items() if value != wanted[name]}
+
+
 def toml_text(value: object) -> str:
     """A plain value as `parse_overrides` reads it."""
     if value is None:

@@ -2,16 +2,16 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from wheretolearn.config import from_dict, to_dict, toml_text
+from wheretolearn.config import differences, from_dict, to_dict
 from wheretolearn.continual.config import LOOK_AHEAD, ContinualConfig
 from wheretolearn.continual.training import RESULT, result, settings_of
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.records import check_seeds, preset_of
 from wheretolearn.presets import Paper, Preset
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.results import ResultRecord, measured
+from wheretolearn.runs.results import ResultRecord, measured, of_runs
 
 # How a run was watched. Whatever else differs from the preset makes another experiment than the paper's.
 INCIDENTAL = {"matrix_images", "log_every", "checkpoint_every"}
@@ -94,7 +94,7 @@ def recordable(runs: Sequence[RunFolder], preset_name: str | None = None) -> dic
     for alike in groups.values():
         first = alike[0]
         for run in alike:
-            changed = _differences(settings_of(first), settings_of(run)).values()
+            changed = differences(settings_of(first), settings_of(run)).values()
             if changed:
                 raise ConfigError(f"{first.path} and {run.path} differ in {', '.join(changed)}: record them apart")
         check_seeds(alike)
@@ -137,12 +137,7 @@ def _record(
         paper_std=None if paper is None else paper.std,
         notes="; ".join(notes),
     )
-    return replace(
-        record,
-        hardware=" / ".join(dict.fromkeys(str(run.info.get("hardware", "unknown")) for run in runs)),
-        commit=commits[0],
-        versions=dict(first.info.get("versions", {})),
-    )
+    return of_runs(record, runs)
 
 
 def _continual_preset(run: RunFolder, name: str | None) -> Preset | None:
@@ -157,10 +152,4 @@ def _changed(run: RunFolder, preset: Preset | None) -> dict[str, str]:
     if preset is None:
         return {}
     wanted = from_dict(ContinualConfig, preset.settings, where=f"preset {preset.name}")
-    return _differences(wanted, settings_of(run))
-
-
-def _differences(expected: ContinualConfig, found: ContinualConfig) -> dict[str, str]:
-    """The settings that differ, each with NAME=VALUE as found."""
-    wanted = to_dict(expected)
-    return {name: f"{name}={toml_text(value)}" for name, value in to_dict(found).items() if value != wanted[name]}
+    return differences(wanted, settings_of(run))

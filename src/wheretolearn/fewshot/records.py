@@ -2,12 +2,12 @@
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wheretolearn.config import from_dict, to_dict, toml_text
+from wheretolearn.config import differences, from_dict, to_dict, toml_text
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.config import FewShotConfig
@@ -15,7 +15,7 @@ from wheretolearn.fewshot.trained import Evaluation, held_out_splits, load_train
 from wheretolearn.presets import Preset, load_preset, scale_named
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.results import ResultRecord, load_all, measured, save
+from wheretolearn.runs.results import ResultRecord, load_all, measured, of_runs, save
 
 Evaluations = Mapping[RunFolder, Sequence[Evaluation]]
 
@@ -115,7 +115,7 @@ def check_seeds(runs: Sequence[RunFolder]) -> None:
 def _check_alike(runs: Sequence[RunFolder]) -> None:
     first = runs[0]
     for run in runs:
-        names = _differences(settings_of(first), settings_of(run)).values()
+        names = differences(settings_of(first), settings_of(run)).values()
         if names:
             raise ConfigError(f"{first.path} and {run.path} differ in {', '.join(names)}: record them apart")
     check_seeds(runs)
@@ -170,7 +170,7 @@ class _Maker:
 
     def _record(self, metric: str, values: dict[int, float], notes: list[str], data: Sequence[str]) -> ResultRecord:
         """Time, hardware, commit and versions are those of training; the notes say where it was measured."""
-        changed = _differences(replace(self.expected, start_from=None), settings_of(self.runs[0]))
+        changed = differences(replace(self.expected, start_from=None), settings_of(self.runs[0]))
         comparable = self.scale == "paper" and metric == self.preset.measure and changed.keys() <= INCIDENTAL
         paper = self.preset.paper if comparable else None
         if paper is not None and paper.note:
@@ -184,7 +184,7 @@ class _Maker:
         at_once = sorted({int(record.get("runs_at_once", 1)) for records in metrics for record in records})
         if at_once != [1]:
             notes.append(f"trained {' or '.join(map(str, at_once))} at once")
-        commits = self._trained(lambda run: run.info.get("commit"))
+        commits = list(dict.fromkeys(run.info.get("commit") for run in self.runs))
         notes += [f"trained at commits {' and '.join(map(str, commits))}"] if len(commits) > 1 else []
         record = measured(
             self.preset.name if self.scale == "paper" else f"{self.preset.name} at {self.scale} scale",
@@ -196,16 +196,7 @@ class _Maker:
             paper_std=None if paper is None else paper.std,
         )
         notes.append(f"measured on {environment.hardware()} at commit {record.commit}")
-        return replace(
-            record,
-            hardware=" / ".join(map(str, self._trained(lambda run: run.info.get("hardware", "unknown")))),
-            commit=commits[0],
-            versions=dict(self.runs[0].info.get("versions", {})),
-            notes="; ".join(notes),
-        )
-
-    def _trained(self, fact: Callable[[RunFolder], str | None]) -> list[str | None]:
-        return list(dict.fromkeys(fact(run) for run in self.runs))
+        return of_runs(replace(record, notes="; ".join(notes)), self.runs)
 
 
 def _settings(preset: Preset) -> FewShotConfig:
@@ -225,9 +216,3 @@ def _metrics(run: RunFolder) -> list[dict[str, Any]]:
 def _subset(data: str) -> str | None:
     info = load_set(data).info
     return f"{data} is a subset: {info.get('classes')} classes" if info.get("complete") is False else None
-
-
-def _differences(expected: FewShotConfig, found: FewShotConfig) -> dict[str, str]:
-    """The settings that differ, each with NAME=VALUE as found."""
-    wanted = to_dict(expected)
-    return {name: f"{name}={toml_text(value)}" for name, value in to_dict(found).items() if value != wanted[name]}

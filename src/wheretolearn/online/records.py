@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from wheretolearn.config import from_dict, to_dict, toml_text
+from wheretolearn.config import differences, from_dict, to_dict
 from wheretolearn.continual.records import record_name
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.records import check_seeds, preset_of
@@ -12,7 +12,7 @@ from wheretolearn.online.config import OnlineConfig
 from wheretolearn.online.training import RESULT, result, settings_of
 from wheretolearn.presets import Paper, Preset
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.results import ResultRecord, measured
+from wheretolearn.runs.results import ResultRecord, measured, of_runs
 
 # How a run was watched. Whatever else differs from the preset makes another experiment than the paper's.
 INCIDENTAL = {"log_every", "checkpoint_every"}
@@ -91,7 +91,7 @@ def result_records(runs: Sequence[RunFolder], preset_name: str | None = None) ->
     records = []
     for (name, scale), alike in groups.items():
         for run in alike:
-            if changed := _differences(settings_of(alike[0]), settings_of(run)).values():
+            if changed := differences(settings_of(alike[0]), settings_of(run)).values():
                 raise ConfigError(f"{alike[0].path} and {run.path} differ in {', '.join(changed)}: record them apart")
         check_seeds(alike)
         results = measured_by(alike)
@@ -128,12 +128,7 @@ def _record(
         paper_std=None if paper is None else paper.std,
         notes="; ".join(notes),
     )
-    return replace(
-        record,
-        hardware=" / ".join(dict.fromkeys(str(run.info.get("hardware", "unknown")) for run in runs)),
-        commit=commits[0],
-        versions=dict(first.info.get("versions", {})),
-    )
+    return of_runs(record, runs)
 
 
 def _online_preset(run: RunFolder, name: str | None) -> Preset | None:
@@ -147,10 +142,4 @@ def _changed(run: RunFolder, preset: Preset | None) -> dict[str, str]:
     """The settings of a run that differ from its preset's."""
     if preset is None:
         return {}
-    return _differences(from_dict(OnlineConfig, preset.settings, where=f"preset {preset.name}"), settings_of(run))
-
-
-def _differences(expected: OnlineConfig, found: OnlineConfig) -> dict[str, str]:
-    """The settings that differ, each with NAME=VALUE as found."""
-    wanted = to_dict(expected)
-    return {name: f"{name}={toml_text(value)}" for name, value in to_dict(found).items() if value != wanted[name]}
+    return differences(from_dict(OnlineConfig, preset.settings, where=f"preset {preset.name}"), settings_of(run))

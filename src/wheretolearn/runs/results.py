@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from wheretolearn.config import from_dict, to_dict
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs import environment
+from wheretolearn.runs.folder import RunFolder
 from wheretolearn.storage import read_json, write_json
 
 _COMPUTED = ("mean", "std", "difference", "within_stds")
@@ -96,6 +97,16 @@ def measured(
         versions=environment.versions(),
         config=dict(config),
         notes=notes,
+    )
+
+
+def of_runs(record: ResultRecord, runs: Sequence[RunFolder]) -> ResultRecord:
+    """The record with hardware, commit and versions of its runs, instead of those of now."""
+    return replace(
+        record,
+        hardware=" / ".join(dict.fromkeys(str(run.info.get("hardware", "unknown")) for run in runs)),
+        commit=runs[0].info.get("commit"),
+        versions=dict(runs[0].info.get("versions", {})),
     )
 
 
