@@ -28,6 +28,7 @@ from wheretolearn import batch_norm, models
 from wheretolearn.config import from_dict
 from wheretolearn.cpu import keep_freed_memory
 from wheretolearn.engine.fused import FusedConv4
+from wheretolearn.engine.graphed import Precision
 from wheretolearn.online.c_maml_lanes import CMAMLLanes
 from wheretolearn.online.config import GLYPHS, OnlineConfig
 from wheretolearn.online.learners.c_maml import CMAML
@@ -180,12 +181,12 @@ def in_a_process(config: OnlineConfig, untimed: int, seeds: list[int]) -> list[O
     return [one_lane(config, untimed, seed) for seed in seeds]
 
 
-def on_a_gpu(config: OnlineConfig, untimed: int, lanes: int) -> Outcome:
+def on_a_gpu(config: OnlineConfig, untimed: int, lanes: int, precision: Precision) -> Outcome:
     """The outcome of seed 0, in the time of all lanes."""
     both = [started(config, seed, "cuda") for seed in range(lanes)]
     shape = both[0][0].batch(0).inputs.shape
     model = models.build("conv4", ways=config.ways, channels=shape[1], size=shape[2], width=config.width).cuda()
-    together = CMAMLLanes([learner for _, learner in both], FusedConv4(model))
+    together = CMAMLLanes([learner for _, learner in both], FusedConv4(model, precision))
     right, detected, begun = torch.zeros(lanes, dtype=torch.int64, device="cuda"), [], 0.0
     for step in range(config.steps):
         if step == untimed:
@@ -242,8 +243,11 @@ def main() -> None:
         everything = replace(found[0][0], seconds=slowest)
         note(f"this package, {LANES} lanes in {workers} processes", everything, arguments.steps, LANES)
     else:
-        for lanes in (1, LANES):
-            note(f"this package, lanes: {lanes}", on_a_gpu(config, untimed, lanes), arguments.steps, lanes)
+        precisions: list[Precision] = ["float32", "tf32", "float16"]
+        for precision in precisions:
+            for lanes in (1, LANES):
+                outcome = on_a_gpu(config, untimed, lanes, precision)
+                note(f"this package, lanes: {lanes}, {precision}", outcome, arguments.steps, lanes)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         facts = {

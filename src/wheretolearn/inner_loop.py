@@ -96,7 +96,7 @@ def adapt(
     with torch.enable_grad(), batch_norm.normalising(model, by_batch=batch_norm_mode != "running"):
         for step_loss in step_losses:
             loss = run_with(model, parameters, buffers, step_loss)
-            gradients = _clipped(_gradients(loss, parameters, mask.names), clip_norm)
+            gradients = clipped(_gradients(loss, parameters, mask.names), clip_norm)
             with torch.no_grad():
                 moved = {name: parameters[name] - tensor for name, tensor in start.items()}
                 for name, update in mask.updates(multipliers, gradients, moved, inner_lr).items():
@@ -179,7 +179,7 @@ def second_order_meta_gradient(
         with batch_norm.normalising(model, by_batch=batch_norm_mode != "running"):
             for step_loss in step_losses:
                 loss = run_with(model, parameters, buffers, step_loss)
-                gradients = _clipped(_gradients(loss, parameters, mask.names, create_graph=True), clip_norm)
+                gradients = clipped(_gradients(loss, parameters, mask.names, create_graph=True), clip_norm)
                 moved = {name: parameters[name] - theta[name] for name in mask.names} if mask.uses_moved else {}
                 for name, update in mask.updates(multipliers, gradients, moved, inner_lr).items():
                     parameters[name] = parameters[name] - (inner_lr * update).to(parameters[name].dtype)
@@ -321,7 +321,8 @@ def _gradients(
     return {name: value.to_dense() for name, value in zip(names, values, strict=True)}
 
 
-def _clipped(gradients: Tensors, clip_norm: float | None) -> Tensors:
+def clipped(gradients: Tensors, clip_norm: float | None) -> Tensors:
+    """All scaled down together, where their common norm is larger than ``clip_norm``."""
     if clip_norm is None or not gradients:
         return gradients
     if not clip_norm > 0:

@@ -11,6 +11,7 @@ from wheretolearn.engine.choose import choose, make_engine, make_evaluator
 from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.eager import EagerEngine
 from wheretolearn.engine.graphed import GraphedEngine, _memory_of
+from wheretolearn.engine.second_order import SecondOrderArithmetic
 from wheretolearn.engine.task import InnerLoop, Lane, Task
 from wheretolearn.errors import ConfigError, NonFiniteError
 from wheretolearn.fewshot.learner import MixedOptimizer
@@ -65,7 +66,9 @@ def new_lane(mask_kind, device, dtype, optimizer="adam", seed=0, draw=None, oute
 
 
 def graphed(lanes, compiled=False, precision="float32"):
-    return GraphedEngine(lanes, CompiledArithmetic(lanes[0].model, lanes[0].inner.clip_norm, precision, compiled))
+    first = lanes[0]
+    arithmetic = CompiledArithmetic if first.inner.order == "first" else SecondOrderArithmetic
+    return GraphedEngine(lanes, arithmetic(first.model, first.inner.clip_norm, precision, compiled))
 
 
 def run(engine, steps=3, start=0):
@@ -101,6 +104,15 @@ def test_graphed_equals_eager_in_float64(device, mask_kind):
     assert_same(one, two, 1e-8)
     start = models.build("conv4", ways=5, channels=1, size=16, width=4, seed=0).state_dict()
     assert not torch.allclose(one[0].block1.conv.weight.cpu(), start["block1.conv.weight"].double(), atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mask_kind", ["maml", "anil", "boil", "linear", "subset"])
+def test_graphed_equals_eager_in_second_order(device, mask_kind):
+    one = trained(EagerEngine, mask_kind, device, torch.float64, order="second", clip_norm=0.5)
+    assert_same(one, trained(GraphedEngine, mask_kind, device, torch.float64, order="second", clip_norm=0.5), 1e-8)
+    first = trained(GraphedEngine, mask_kind, device, torch.float64, clip_norm=0.5)
+    assert not torch.allclose(one[0].block4.conv.weight, first[0].block4.conv.weight, atol=1e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -272,7 +284,6 @@ def test_what_the_graphed_engine_does_not_support_runs_eagerly():
     lane = new_lane("maml", "cpu", torch.float32)
     assert make_engine([lane]).name == "eager"
     for inner, reason in [
-        (InnerLoop(1, 0.1, order="second"), "second-order"),
         (InnerLoop(1, 0.1, batch_norm="support"), "support"),
         (InnerLoop(1, 0.1, head="ridge"), "ridge"),
     ]:

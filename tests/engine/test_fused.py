@@ -176,6 +176,7 @@ def test_what_the_kernels_cannot_do_is_refused():
     inner = InnerLoop(1, 0.1)
     assert "width" in fused.unsupported(new_model(width=24), inner)
     assert "inner_clip_norm" in fused.unsupported(new_model(), InnerLoop(1, 0.1, clip_norm=1.0))
+    assert "second-order" in fused.unsupported(new_model(), InnerLoop(1, 0.1, order="second"))
     assert "ResNet12" in fused.unsupported(models.build("resnet12", seed=0), inner)
     assert fused.unsupported(new_model(), inner) is None
     assert "odd size" in fused.unsupported(new_model(size=17), inner)

@@ -7,6 +7,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from wheretolearn.data.random_bits import normal
+from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.errors import ConfigError
 from wheretolearn.online.learners.bgd import BGD, updated
 from wheretolearn.online.learners.bgd_inner import GatesInner, WeightsInner
@@ -98,14 +99,24 @@ def inner_loop(kind, model, order):
 
 
 @pytest.mark.parametrize(
-    ("kind", "order"),
-    [("bgd", "first"), ("metabgd", "first"), ("metabgd", "second"), ("metacog", "first"), ("metacog", "second")],
+    ("kind", "order", "by_an_engine"),
+    [
+        ("bgd", "first", False),
+        ("metabgd", "first", False),
+        ("metabgd", "first", True),
+        ("metabgd", "second", False),
+        ("metacog", "first", False),
+        ("metacog", "second", False),
+    ],
 )
-def test_steps_equal_a_hand_transcription_with_the_same_noise(kind, order):
+def test_steps_equal_a_hand_transcription_with_the_same_noise(kind, order, by_an_engine):
     model = small_network()
+    arithmetic = CompiledArithmetic(model, compiled=False) if by_an_engine else None
+    inner = inner_loop(kind, model, order)
     learner = BGD(
-        model, mean_eta=MEAN_ETA, initial_std=STD, samples=SAMPLES, seed=SEED, inner=inner_loop(kind, model, order)
+        model, mean_eta=MEAN_ETA, initial_std=STD, samples=SAMPLES, seed=SEED, inner=inner, arithmetic=arithmetic
     )
+    assert (learner.arithmetic is not None) == by_an_engine
     adapt = {"bgd": lambda model, theta, *_: theta, "metabgd": adapt_weights, "metacog": adapt_gates}[kind]
     mean = {name: p.detach().clone() for name, p in model.named_parameters()}
     std = {name: torch.full_like(p, STD) for name, p in mean.items()}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from wheretolearn.engine.fused import FusedConv4
 from wheretolearn.models import build
 from wheretolearn.online.learners.bgd import BGD
 from wheretolearn.online.learners.bgd_inner import GatesInner, WeightsInner
@@ -61,6 +62,11 @@ def batches(stream):
         )
         for task in stream
     ]
+
+
+def wait(device):
+    if device == "cuda":  # steps are only queued
+        torch.cuda.synchronize()
 
 
 def equal(first, second):
@@ -141,12 +147,32 @@ def test_a_recorded_step_predicts_and_learns_what_the_plain_one_does(name, devic
         right = (plain.predict(inputs).argmax(1) == labels).sum()
         plain.observe(inputs, labels)
         recorded.step(inputs, labels, found_right)
+        wait(device)
         assert found_right.item() == right
     found = fast.state()
     for key, tensor in plain.state().items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-7, atol=1e-9)
     recorded.step(inputs * float("nan"), labels, found_right)
+    wait(device)
     assert found_right.item() == DIVERGED
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_metabgd_by_kernels_of_its_own_equals_autograd_cuda():
+    model = build("conv4", ways=WAYS, channels=1, size=SIZE, width=16, seed=0).cuda()
+    inner = WeightsInner(model, steps=4, lr=0.1)
+    plain, fast = (
+        BGD(model, mean_eta=5.0, initial_std=0.02, samples=3, seed=3, inner=inner, arithmetic=arithmetic)
+        for arithmetic in (None, FusedConv4(model))
+    )
+    recorded, right = RecordedStep(fast, torch.device("cuda")), torch.zeros((), dtype=torch.int32, device="cuda")
+    for inputs, labels in batches("aabb"):
+        plain.observe(inputs.cuda(), labels.cuda())
+        recorded.step(inputs.cuda(), labels.cuda(), right)
+    wait("cuda")
+    for own, theirs in ((fast.mean, plain.mean), (fast.std, plain.std), (fast.in_use, plain.in_use)):
+        torch.testing.assert_close(own, theirs, rtol=0, atol=2e-4)
+    assert not torch.allclose(fast.in_use, fast.mean, atol=1e-2)
 
 
 def test_noise_depends_on_the_seed_and_the_step():

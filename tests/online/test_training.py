@@ -50,7 +50,7 @@ class Scripted(OnlineLearner):
 
 
 def with_learner(monkeypatch, make):
-    monkeypatch.setattr(training, "make_learner", lambda config, model, seed: make())
+    monkeypatch.setattr(training, "make_learner", lambda config, model, seed, _: make())
 
 
 def stream(run):

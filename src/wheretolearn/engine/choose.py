@@ -10,6 +10,7 @@ from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.eager import EagerEngine, EagerEvaluator
 from wheretolearn.engine.fused import FusedConv4
 from wheretolearn.engine.graphed import Arithmetic, GraphedEngine, GraphedEvaluator, Precision
+from wheretolearn.engine.second_order import SecondOrderArithmetic
 from wheretolearn.engine.task import InnerLoop, Lane, Task
 from wheretolearn.errors import ConfigError
 from wheretolearn.masks import GradientMask
@@ -55,9 +56,9 @@ def make_engine(lanes: Sequence[Lane], *, kind: EngineKind = "auto", precision: 
     Lanes have one architecture, one number of inner steps and tasks alike in shape; all else may differ.
     """
     first = lanes[0]
-    alike = {(lane.inner.steps, lane.inner.clip_norm) for lane in lanes}
+    alike = {(lane.inner.steps, lane.inner.clip_norm, lane.inner.order) for lane in lanes}
     if len(alike) > 1:
-        raise ConfigError("trainings side by side must have the same inner_steps and inner_clip_norm")
+        raise ConfigError("trainings side by side must have the same inner_steps, inner_clip_norm and order")
     # The most that all lanes can do.
     possible = [choose(lane.model, lane.mask, lane.inner, kind, precision) for lane in lanes]
     note = None
@@ -128,7 +129,8 @@ def make_arithmetic(
     """How a fast engine adapts to tasks."""
     if name == "fused":
         return FusedConv4(model, precision)
-    return CompiledArithmetic(model, inner.clip_norm, precision)
+    arithmetic = CompiledArithmetic if inner.order == "first" else SecondOrderArithmetic
+    return arithmetic(model, inner.clip_norm, precision)
 
 
 def _first_line(error: Exception) -> str:

@@ -5,8 +5,8 @@ float32 whatever the precision of the network's passes.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -15,15 +15,13 @@ from torch.func import functional_call, grad_and_value
 from torch.nn import functional as F
 
 from wheretolearn import batch_norm
-from wheretolearn.engine.graphed import Job, JobGradient, Precision, T, Tensors, new_stream
+from wheretolearn.engine.graphed import Job, JobGradient, Precision, T, Tensors, matrix_precision, new_stream
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.masks import GradientMask
 
 
 def unsupported(model: nn.Module, mask: GradientMask, inner: InnerLoop) -> str | None:
     """Why this arithmetic cannot run such a training, or None if it can."""
-    if inner.order != "first":
-        return "second-order gradients"
     if inner.head != "linear":
         return f"the head {inner.head!r}"
     if not getattr(mask, "elementwise", True):
@@ -83,18 +81,8 @@ class CompiledArithmetic:
     def probabilities(self, jobs: Sequence[Job], steps: int) -> Tensor:
         return torch.stack(self._streams.run([partial(self._job_probabilities, job, steps) for job in jobs]))
 
-    @contextmanager
-    def settings(self) -> Iterator[None]:
-        """Matrix precision and convolution search, for as long as kernels are being chosen."""
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self.precision == "tf32"
-        try:
-            with torch.backends.cudnn.flags(
-                enabled=True, benchmark=True, deterministic=False, allow_tf32=self.precision != "float32"
-            ):
-                yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+    def settings(self) -> AbstractContextManager[None]:
+        return matrix_precision(self.precision)
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
         parameters, sums = self._adapt(job, steps)

@@ -76,6 +76,8 @@ TILES = {
 
 def unsupported(model: nn.Module, inner: InnerLoop) -> str | None:
     """Why these kernels cannot run such a training, or None if they can (where ``compiled`` can)."""
+    if inner.order != "first":
+        return "second-order gradients"
     if type(model) is not Conv4:
         return f"the network {type(model).__name__}"
     if find_spec("triton") is None:

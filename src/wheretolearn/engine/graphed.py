@@ -7,7 +7,7 @@ Without a GPU nothing is recorded and the same arithmetic runs as it stands, as 
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, Protocol, TypeVar
@@ -36,9 +36,16 @@ class Job:
 
 @dataclass(frozen=True)
 class JobGradient:
-    outer: Tensors  # of the query loss, at the adapted weights
+    outer: Tensors  # of the query loss, at the adapted weights; in second order at theta, through the inner steps
     inner_sum: Tensors  # of the support loss, summed over the inner steps; of the parameters that may change
     loss: Tensor
+    through_steps: Tensors | None = None  # in second order: of the query loss, at the rates
+
+    def to_rate(self, name: str) -> Tensor:
+        """The gradient of the query loss at a parameter's rates."""
+        if self.through_steps is not None:
+            return self.through_steps[name]
+        return -self.outer[name] * self.inner_sum[name]  # Eq. 5
 
 
 class Arithmetic(Protocol):
@@ -146,12 +153,11 @@ class GraphedEngine:
                 if parameter.requires_grad:
                     parameter.grad = _mean([result.outer[name] for result in results])
             if lane.mask.raw:
-                products = {  # Eq. 5
-                    name: _mean([result.outer[name] * result.inner_sum[name] for result in results])
-                    * -lane.inner.inner_lr
+                to_multipliers = {
+                    name: _mean([result.to_rate(name) for result in results]) * lane.inner.inner_lr
                     for name in lane.mask.names
                 }
-                for name, gradient in lane.mask.pull_back(products).items():
+                for name, gradient in lane.mask.pull_back(to_multipliers).items():
                     lane.mask.raw[name].grad = gradient
             losses = torch.stack([result.loss for result in results])
             self._losses[number].copy_(losses.mean())
@@ -222,6 +228,20 @@ def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk
+
+
+@contextmanager
+def matrix_precision(precision: Precision) -> Iterator[None]:
+    """Of products and convolutions (by default cuDNN rounds to TF32), and a search for the fastest convolutions."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        with torch.backends.cudnn.flags(
+            enabled=True, benchmark=True, deterministic=False, allow_tf32=precision != "float32"
+        ):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:

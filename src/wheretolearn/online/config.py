@@ -8,6 +8,7 @@ from torch import nn
 
 from wheretolearn import models
 from wheretolearn.config import setting
+from wheretolearn.engine.graphed import Precision
 from wheretolearn.errors import ConfigError
 from wheretolearn.online.learners.bgd_inner import Order
 
@@ -84,6 +85,10 @@ class OnlineConfig:
     adapt_norm: bool = setting(False, "true: the inner loop also changes scale and shift of batch norm")
     order: Order = setting("first", "meta-gradient of metabgd, metacog and pre-training; c-maml's is first")
 
+    precision: Precision = setting(
+        "float32", "of passes on a GPU: float32, tf32; for c-maml and first-order metabgd also bfloat16 or float16"
+    )
+
     pretrain: bool = setting(False, "start from weights meta-trained on classes of the first source; maml and anil do")
     pretrain_classes: int = setting(300, "classes of the first source to pre-train on, the first")
     pretrain_validation_classes: int = setting(50, "classes after those, to choose the best weights with")
@@ -108,6 +113,16 @@ class OnlineConfig:
             )
         if self.pretrain and self.learner in ("bgd", "metabgd", "metacog"):
             raise ConfigError(f"learner={self.learner} starts from random weights: leave out pretrain=true")
+        if self.precision in ("bfloat16", "float16") and not self.plain_inner_loop:
+            raise ConfigError(
+                f"learner={self.learner} has no inner loop that could run in precision={self.precision}: "
+                "use float32 or tf32"
+            )
+
+    @property
+    def plain_inner_loop(self) -> bool:
+        """Whether the learner's inner loop is that of first-order few-shot learning, so that its engines can run it."""
+        return self.learner in DETECTING or (self.learner == "metabgd" and self.order == "first")
 
     def _check_ranges(self) -> None:
         positive = (

@@ -82,6 +82,7 @@ def few_shot_settings(config: OnlineConfig, splits: Mapping[str, ImageSplit]) ->
         tasks_per_step=config.pretrain_tasks,
         theta_lr=config.lr,
         validate_every=config.pretrain_validate_every,
+        precision=config.precision,
         checkpoint_every=config.pretrain_validate_every,
         validation_tasks=100,
         keep_best=1,

@@ -1,11 +1,9 @@
 """A learner's step as one CUDA graph, for learners that decide nothing on the way; on a CPU it runs as it stands."""
 
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor
 
-from wheretolearn.engine.graphed import new_stream
+from wheretolearn.engine.graphed import Precision, matrix_precision, new_stream
 from wheretolearn.online.learners.base import OnlineLearner
 
 DIVERGED = -1  # instead of a number of images
@@ -14,8 +12,8 @@ DIVERGED = -1  # instead of a number of images
 class RecordedStep:
     """Predict and observe, for batches of one shape, on a stream of its own: steps of several learners overlap."""
 
-    def __init__(self, learner: OnlineLearner, device: torch.device):
-        self.learner = learner
+    def __init__(self, learner: OnlineLearner, device: torch.device, precision: Precision = "float32"):
+        self.learner, self.precision = learner, precision
         self._right = torch.zeros((), dtype=torch.int64, device=device)
         self._stream = new_stream(device) if device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -39,7 +37,7 @@ class RecordedStep:
         self._inputs.copy_(inputs)
         self._labels.copy_(labels)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), _float32_convolutions():
+        with torch.cuda.stream(self._stream), matrix_precision(self.precision):
             if first:  # whatever a learner makes once, it makes at its first batch
                 self._step(self._inputs, self._labels)
             else:
@@ -64,11 +62,3 @@ class RecordedStep:
             self._step(inputs, labels)
         self.learner.restore(before)
         return graph
-
-
-def _float32_convolutions() -> AbstractContextManager[None]:
-    """By default cuDNN rounds to TF32."""
-    flags: AbstractContextManager[None] = torch.backends.cudnn.flags(
-        enabled=True, benchmark=True, deterministic=False, allow_tf32=False
-    )
-    return flags

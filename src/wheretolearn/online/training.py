@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wheretolearn import masks
 from wheretolearn.config import from_dict
 from wheretolearn.engine.choose import choose, make_arithmetic
+from wheretolearn.engine.graphed import Arithmetic
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.errors import MismatchError, NonFiniteError, Stopped, UserError
 from wheretolearn.fewshot.training import failure
@@ -176,7 +178,7 @@ class _Member:
         if self.config.pretrain:
             _load(model, run)
         self.model = model.to(device)
-        self.learner = make_learner(self.config, self.model, run.seed)
+        self.learner = make_learner(self.config, self.model, run.seed, arithmetic_of(self.config, self.model))
         self.sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.done, self.concluded, self.seconds = 0, 0, 0.0
         # Images predicted rightly, by step. On the device, so that counting does not wait for it.
@@ -309,11 +311,20 @@ class _Member:
         return {"sparsity": overall, "sparsity_by_tensor": shares}
 
 
+def arithmetic_of(config: OnlineConfig, model: nn.Module) -> Arithmetic | None:
+    """How a learner's inner loop runs on a GPU, if an engine of few-shot learning can run it."""
+    inner = InnerLoop(config.inner_steps, config.inner_lr)
+    name = choose(model, masks.fixed(model), inner, "auto", config.precision)
+    on_gpu = next(model.parameters()).device.type in LANES_ON
+    return make_arithmetic(name, model, inner, config.precision) if on_gpu and config.plain_inner_loop else None
+
+
 class _Alone:
     """One run; on a GPU its step is a graph on a stream of its own."""
 
     def __init__(self, member: _Member, device: str):
-        self.member, self.recorded = member, RecordedStep(member.learner, torch.device(device))
+        self.member = member
+        self.recorded = RecordedStep(member.learner, torch.device(device), member.config.precision)
 
     def advance(self) -> list[tuple[_Member, UserError | None]]:
         member = self.member
@@ -335,10 +346,9 @@ class _Lanes:
     def __init__(self, members: Sequence[_Member]):
         self.members = list(members)
         learners = [member.learner for member in members if isinstance(member.learner, CMAML)]
-        model, first = members[0].model, learners[0]
-        inner = InnerLoop(first.inner_steps, first.inner_lr)
-        engine = choose(model, first.mask, inner, "auto", "float32")
-        self.lanes = CMAMLLanes(learners, make_arithmetic(engine, model, inner))
+        arithmetic = arithmetic_of(members[0].config, members[0].model)
+        assert arithmetic is not None
+        self.lanes = CMAMLLanes(learners, arithmetic)
 
     def advance(self) -> list[tuple[_Member, UserError | None]]:
         started = time.perf_counter()
@@ -364,7 +374,8 @@ def side_by_side(members: Sequence[_Member], device: str) -> list[_Alone | _Lane
         learner = member.learner
         if torch.device(device).type in LANES_ON and isinstance(learner, CMAML) and not member.ended:
             shapes = tuple((name, tensor.shape) for name, tensor in learner.theta.items())
-            alike.setdefault((learner.inner_steps, learner.mask.names, shapes), []).append(member)
+            like = (learner.inner_steps, learner.mask.names, shapes, member.config.precision)
+            alike.setdefault(like, []).append(member)
         else:
             groups.append(_Alone(member, device))
     return groups + [_Lanes(own) for own in alike.values()]

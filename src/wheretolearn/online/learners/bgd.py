@@ -4,7 +4,7 @@ With an inner loop from ``bgd_inner.py`` it is MetaBGD or MetaCOG (He et al. 201
 is then that of a batch after adapting to the batch before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from wheretolearn.data.random_bits import normal
 from wheretolearn.engine.compiled import ParallelStreams
+from wheretolearn.engine.graphed import Arithmetic, Job, JobGradient
+from wheretolearn.engine.task import Task
 from wheretolearn.errors import ConfigError
 from wheretolearn.online.learners.base import OnlineLearner
-from wheretolearn.online.learners.bgd_inner import InnerLoop, adapted_weights
+from wheretolearn.online.learners.bgd_inner import InnerLoop, WeightsInner, adapted_weights
 from wheretolearn.online.learners.network import Network, Tensors, copied, copy_back, copy_into, gradients, under
 
 
@@ -37,6 +39,7 @@ class BGD(OnlineLearner):
         samples: int,
         seed: int,
         inner: InnerLoop | None = None,
+        arithmetic: Arithmetic | None = None,
     ):
         if samples < 1 or not initial_std > 0:
             raise ConfigError(
@@ -44,6 +47,8 @@ class BGD(OnlineLearner):
                 f"samples = {samples} and initial_std = {initial_std}"
             )
         self.network, self.inner, self.seed = Network(model), inner, seed
+        # An engine can take over plain inner steps; everything else is autograd's.
+        self.arithmetic = arithmetic if isinstance(inner, WeightsInner) and inner.order == "first" else None
         self.mean_eta, self.samples = mean_eta, samples
         start = self.network.start()
         self.shapes = {name: tensor.shape for name, tensor in start.items()}
@@ -65,7 +70,10 @@ class BGD(OnlineLearner):
         sampled = self.mean + self.std * noise
         # The first batch comes after none, and serves as both.
         support = self.last or batch
-        values = torch.stack(self._streams.run([partial(self.gradient, row, support, batch) for row in sampled]))
+        if self.arithmetic is not None:
+            values = self._gradients(self.arithmetic, sampled, support, batch)
+        else:
+            values = torch.stack(self._streams.run([partial(self.gradient, row, support, batch) for row in sampled]))
         mean, std = updated(self.mean, self.std, values, noise, self.mean_eta)
         self.mean.copy_(mean)
         self.std.copy_(std)
@@ -73,7 +81,7 @@ class BGD(OnlineLearner):
         if self.inner is None:
             self.in_use.copy_(self.mean)
             return
-        self.in_use.copy_(_flat(adapted_weights(self.network, self.inner, self._named(self.mean), inputs, labels)))
+        self.in_use.copy_(self._adapted(batch))
         if self.last:
             copy_into(self.last, batch)  # in place: a CUDA graph reads it there
         else:
@@ -95,6 +103,30 @@ class BGD(OnlineLearner):
             return self.network.loss(own, query["inputs"], query["labels"]) * len(query["labels"])
 
         return _flat(gradients(loss, self._named(weights)))
+
+    def _gradients(self, arithmetic: Arithmetic, sampled: Tensor, support: Tensors, query: Tensors) -> Tensor:
+        """What ``gradient`` gives for each row of weights, for all rows at once."""
+        results = self._run(arithmetic, list(sampled), support, query)
+        outer = [_flat({name: result.outer[name] for name in self.shapes}) for result in results]
+        return torch.stack(outer) * len(query["labels"])
+
+    def _adapted(self, batch: Tensors) -> Tensor:
+        """The mean weights after the inner loop on a batch."""
+        assert self.inner is not None
+        if self.arithmetic is None:
+            named = self._named(self.mean)
+            return _flat(adapted_weights(self.network, self.inner, named, batch["inputs"], batch["labels"]))
+        (result,) = self._run(self.arithmetic, [self.mean], batch, batch)
+        moved = {name: total * self.inner.lr for name, total in result.inner_sum.items()}
+        return _flat({n: w - moved[n] if n in moved else w for n, w in self._named(self.mean).items()})
+
+    def _run(
+        self, arithmetic: Arithmetic, rows: Sequence[Tensor], support: Tensors, query: Tensors
+    ) -> list[JobGradient]:
+        assert isinstance(self.inner, WeightsInner)
+        task = Task(support["inputs"], support["labels"], query["inputs"], query["labels"])
+        rates = {name: self.mean.new_full(self.shapes[name], self.inner.lr) for name in self.inner.names}
+        return arithmetic.meta_gradients([Job(self._named(row), rates, task) for row in rows], self.inner.steps)
 
     def _named(self, flat: Tensor) -> Tensors:
         parts = torch.split(flat, [shape.numel() for shape in self.shapes.values()])

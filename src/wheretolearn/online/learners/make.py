@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from wheretolearn import masks
+from wheretolearn.engine.graphed import Arithmetic
 from wheretolearn.online.config import OnlineConfig
 from wheretolearn.online.learners.base import OnlineLearner
 from wheretolearn.online.learners.bgd import BGD
@@ -14,8 +15,10 @@ from wheretolearn.online.learners.maml import MAML
 from wheretolearn.online.learners.online_adam import OnlineAdam
 
 
-def make_learner(config: OnlineConfig, model: nn.Module, seed: int) -> OnlineLearner:
-    """A learner that starts from the model's weights, on its device."""
+def make_learner(
+    config: OnlineConfig, model: nn.Module, seed: int, arithmetic: Arithmetic | None = None
+) -> OnlineLearner:
+    """A learner that starts from the model's weights, on its device; metabgd may leave its inner loop to an engine."""
     kind = config.learner
     select = masks.selected_names if config.adapt_norm else masks.without_batch_norm
     if kind == "online-adam":
@@ -31,6 +34,7 @@ def make_learner(config: OnlineConfig, model: nn.Module, seed: int) -> OnlineLea
             samples=config.samples,
             seed=seed,
             inner=_inner_loop(config, model),
+            arithmetic=arithmetic,
         )
     # Masks are drawn on the CPU, so that they do not depend on the device.
     start = masks.constant(config.inner_lr) if kind == "sparse-c-maml" and config.mask_init == "open" else None
