@@ -4,15 +4,12 @@ Each method trains in a process of its own with its share of the cores: networks
 threads. The processes write to run folders, so the demo is stopped, killed and resumed like any other run.
 """
 
-import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from wheretolearn.config import from_dict, to_dict
 from wheretolearn.errors import Stopped, UserError
@@ -161,7 +158,6 @@ def facts(runs: Mapping[str, RunFolder]) -> dict[str, str]:
 
 def work(path: Path, test_tasks: int, teller: Teller) -> None:
     """What one process does: train a run to its end and evaluate it."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with RunFolder.open(path) as run:
         train(run, teller.tell_step, at_once=len(METHODS))
         evaluations: dict[str, Evaluation] = {

@@ -4,19 +4,21 @@ import json
 import statistics
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from wheretolearn.config import from_dict, to_dict
 from wheretolearn.continual.config import ContinualConfig
-from wheretolearn.continual.records import INCIDENTAL, measured_by, measures, result_records
+from wheretolearn.continual.records import CONTINUAL, measured_by, measures
 from wheretolearn.errors import ConfigError, UserError
-from wheretolearn.fewshot.records import save_records
 from wheretolearn.presets import load_preset
+from wheretolearn.runs import records
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.results import load_all
+from wheretolearn.runs.results import load_all, save_records
 
 PRESET = "table5.sparse-la-maml.rotations"
+result_records = partial(records.result_records, CONTINUAL)
 SPARSITY = {"layer1.weight": 0.05, "layer1.bias": 0.7, "head.weight": 0.8}
 
 
@@ -156,23 +158,23 @@ def test_results_that_do_not_hold_the_same_measures_are_named(finished_run):
 
 def test_a_record_is_not_replaced_by_one_of_another_experiment(finished_run, tmp_path):
     folder = tmp_path / "records"
-    save_records(result_records([finished_run("a")]), folder, INCIDENTAL)
+    save_records(result_records([finished_run("a")]), folder, CONTINUAL.incidental)
     before = load_all(folder)
     other = result_records([finished_run("b", lr=0.2, clip_norm=None)])
     lost = (
         r"RA, with other settings: lr=0\.15 there, 0\.2 here; clip_norm=2\.0 there, none here\. Choose another folder"
     )
     with pytest.raises(UserError, match=lost):
-        save_records(other, folder, INCIDENTAL)
+        save_records(other, folder, CONTINUAL.incidental)
     assert load_all(folder) == before
     again = result_records([finished_run("c", log_every=7, matrix_images=50, result={"ra": 0.5})])
-    save_records(again, folder, INCIDENTAL)
+    save_records(again, folder, CONTINUAL.incidental)
     assert by_metric(load_all(folder))["RA"].values == (50.0,)
 
 
 def test_a_setting_that_older_records_do_not_know_is_no_other_experiment(finished_run, tmp_path):
     records = result_records([finished_run("a")])
     older = [replace(record, config={"lr": record.config["lr"], "forgotten": 1}) for record in records]
-    save_records(older, tmp_path / "records", INCIDENTAL)
-    save_records(records, tmp_path / "records", INCIDENTAL)
+    save_records(older, tmp_path / "records", CONTINUAL.incidental)
+    save_records(records, tmp_path / "records", CONTINUAL.incidental)
     assert by_metric(load_all(tmp_path / "records"))["RA"].config == records[0].config

@@ -59,7 +59,8 @@ def small_presets(monkeypatch, small):
         where = Evaluate("part", None, 3) if name == CROSS_DOMAIN else Evaluate()
         return replace(load_preset(name, scale=scale), settings={**small, "data": "one"}, evaluate=where)
 
-    monkeypatch.setattr("wheretolearn.fewshot.records.load_preset", load)
+    for module in ("fewshot", "runs"):
+        monkeypatch.setattr(f"wheretolearn.{module}.records.load_preset", load)
 
 
 def change(run, **info):
@@ -221,7 +222,8 @@ def test_the_split_that_a_preset_measures_is_the_default(trained, capsys, tmp_pa
     def load(name, scale="paper"):
         return replace(load_preset(name), settings={**small, "data": "two"}, evaluate=Evaluate(split="west"))
 
-    monkeypatch.setattr("wheretolearn.fewshot.records.load_preset", load)
+    for module in ("fewshot", "runs"):
+        monkeypatch.setattr(f"wheretolearn.{module}.records.load_preset", load)
     evaluate([run.path], tasks=2, record=tmp_path / "records")
     out = capsys.readouterr().out
     assert "two/west" in out

@@ -564,6 +564,19 @@ def test_a_note_of_the_engine_reaches_the_user(new_run, monkeypatch):
     assert notes == ["slow today"]
 
 
+def test_training_ends_when_validation_has_not_improved_for_long(new_run, monkeypatch):
+    values = iter([0.5, 0.9, 0.8, 0.9, 0.7, 0.6])
+    monkeypatch.setattr(EagerEvaluator, "accuracies", lambda *_: torch.tensor([next(values)], dtype=torch.float64))
+    run = new_run(validate_every=2, outer_steps=30, patience=2)
+    learner = train(run)
+    assert (learner.best_step, learner.step) == (
+        4,
+        4 + 2 * 3,
+    )  # the third validation after the best one is one too many
+    assert training.finished(run)
+    assert [record["step"] for record in run.metrics() if "validation_accuracy" in record] == [2, 4, 6, 8, 10]
+
+
 # The best models
 
 
@@ -739,7 +752,7 @@ def test_runs_that_wait_for_a_worker_are_locked(new_run, monkeypatch):
             waiting.lock()
         return Outcome(tuple(commands), (), {})
 
-    monkeypatch.setattr(worker, "run_workers", workers)
+    monkeypatch.setattr("wheretolearn.runs.workers.run_workers", workers)
     worker.train_in_processes(runs, lambda *_: None)
     for run in runs:
         with RunFolder.open(run.path) as again:

@@ -5,16 +5,19 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from wheretolearn.cli.online import online
+from wheretolearn.errors import UserError
 from wheretolearn.online.training import finished
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import load_all
 
-pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
+pytestmark = pytest.mark.usefixtures("glyphs")
 
 PRESET = "table6.sparse-c-maml.p90"
 STEPS = 60
@@ -23,15 +26,19 @@ QUICK = ["--preset", PRESET, "--scale", "quick", *(f"--set={name}={value}" for n
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """Two seeds, never interrupted, each in a process of its own."""
-    folder = tmp_path_factory.mktemp("straight")
-    command = ["online", "runs", *QUICK, "--seeds", "2", "--workers", "2", "--record", "records"]
-    done = subprocess.run(
-        [sys.executable, "-m", "wheretolearn", *command], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, done
+def straight(glyphs, once):
+    """Two seeds, never interrupted, each in a process of its own; and what was printed."""
+
+    def run(folder):
+        command = ["online", "runs", *QUICK, "--seeds", "2", "--workers", "2", "--record", "records"]
+        done = subprocess.run(
+            [sys.executable, "-m", "wheretolearn", *command], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        (folder / "printed.json").write_text(json.dumps({"stdout": done.stdout, "stderr": done.stderr}))
+
+    folder = once("online-straight", run)
+    return folder, SimpleNamespace(**json.loads((folder / "printed.json").read_text()))
 
 
 @pytest.fixture
@@ -153,14 +160,28 @@ def assert_refused(done, *parts):
 def test_mistakes_are_told_in_a_line_or_two_and_leave_nothing_behind(tmp_path, run_command):
     run = tmp_path / "run"
     assert_refused(run_command("online", run, "--set", "lernr=maml"), 'unknown setting "lernr"', '"learner"')
-    assert_refused(run_command("online", run, "--set", "learner=maml"), "set pretrain=true")
-    assert_refused(run_command("online", run, "--preset", "table5.sgd.many"), "use `wheretolearn continual`")
-    assert_refused(run_command("online", run, "--set", 'sources=[{data="mnist"}]'), "image set 'mnist' is not in")
-    assert_refused(
-        run_command("online", run, "--set", "pretrain=true", "--set", "pretrain_classes=900"), "but source letters has"
-    )
     assert_refused(run_command("online"), "give a folder for the run, or a --preset")
     assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"overrides": ["learner=maml"]}, "set pretrain=true"),
+        ({"presets": ["table5.sgd.many"]}, "use `wheretolearn continual`"),
+        ({"overrides": ['sources=[{data="mnist"}]']}, "image set 'mnist' is not in"),
+        ({"overrides": ["pretrain=true", "pretrain_classes=900"]}, "but source letters has"),
+        (
+            {"overrides": ["pretrain=true", "pretrain_queries=500"]},
+            r"pre-training with pretrain_queries=500: letters: class 0 .* has 20 images; 505 per class are needed",
+        ),
+    ],
+)
+def test_what_can_never_start_leaves_no_folder_behind(arguments, message, tmp_path):
+    with pytest.raises(UserError, match=message) as found:
+        online(tmp_path / "run", device="cpu", **arguments)
+    assert len(str(found.value).splitlines()) <= 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_options_of_few_shot_evaluation_are_refused(straight, run_command):

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from wheretolearn.config import to_dict
 from wheretolearn.errors import UserError
 from wheretolearn.online.config import OnlineConfig
-from wheretolearn.report.continual import save
+from wheretolearn.report.lines import save
 from wheretolearn.report.online import accuracy_by_source, draw, group_runs, read_run, recovery, sparsity_over_time
 from wheretolearn.runs.folder import RunFolder
 

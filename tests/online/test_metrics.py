@@ -19,6 +19,16 @@ def test_alarms_are_held_against_true_changes():
     assert detection(switched, detected) == Detection(precision=2 / 5, recall=2 / 4, delay=1.0)
 
 
+def test_the_first_step_counts_neither_as_a_change_nor_as_an_alarm():
+    changes, alarms = (3, 6), (4, 5)
+    accuracies = torch.linspace(0, 1, 9, dtype=torch.float64)
+    plain = detection(marks(9, *changes), marks(9, *alarms))
+    assert plain == Detection(precision=1 / 2, recall=1 / 2, delay=1.0)
+    assert detection(marks(9, 0, *changes), marks(9, 0, *alarms)) == plain
+    assert detection(marks(9, *changes), marks(9, 0, *alarms)) == plain
+    assert recovery(accuracies, marks(9, 0, *changes)) == recovery(accuracies, marks(9, *changes))
+
+
 def test_nothing_to_detect_and_nothing_detected():
     assert detection(marks(5, 0), marks(5)) == Detection(None, None, None)
     assert detection(marks(5, 0, 3), marks(5)) == Detection(None, 0.0, None)

@@ -1,5 +1,6 @@
 """Pre-trained weights: made once, shared, safe against two processes at once and against a kill."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -9,18 +10,26 @@ import time
 import pytest
 import torch
 
+from wheretolearn.cli.data import list_sets
+from wheretolearn.cli.online import take_to_the_end
 from wheretolearn.data.image_set import data_root
-from wheretolearn.errors import DataError, Stopped
+from wheretolearn.errors import DataError, NonFiniteError, Stopped
 from wheretolearn.online import pretraining
 from wheretolearn.online.config import GLYPHS, OnlineConfig, Source
-from wheretolearn.online.pretraining import class_splits, few_shot_settings, is_cached, pretrained_weights
+from wheretolearn.online.pretraining import (
+    cache_folder,
+    class_splits,
+    few_shot_settings,
+    is_cached,
+    pretrained_weights,
+)
 from wheretolearn.online.problem import source_split
 from wheretolearn.online.training import finished, result, train, train_together
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.storage import load_weights
 
-pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
+pytestmark = pytest.mark.usefixtures("glyphs")
 
 SMALL = {
     "learner": "maml", "pretrain": True, "width": 4, "steps": 6, "ways": 5, "inner_steps": 1, "log_every": 6,
@@ -74,8 +83,8 @@ def test_runs_of_all_seeds_and_of_other_streams_share_one_pre_training(own_cache
     with make_run("other", **{**SMALL, "lr": 0.01}) as run:
         train(run)
     assert trainings == [1, 1]
-    assert is_cached(OnlineConfig(**SMALL))
-    assert not is_cached(OnlineConfig(**{**SMALL, "pretrain_seed": 1}))
+    assert is_cached(cache_folder(OnlineConfig(**SMALL)))
+    assert not is_cached(cache_folder(OnlineConfig(**{**SMALL, "pretrain_seed": 1})))
 
 
 def test_a_run_starts_from_the_pre_trained_weights_and_then_needs_no_cache(own_cache, make_run):
@@ -122,6 +131,52 @@ def test_a_signal_stops_it_and_tells_how_to_go_on(own_cache, make_run, monkeypat
     assert checkpoint.load_latest(run_folder(own_cache)).step == 5
     train_together(runs)
     assert all(map(finished, runs))
+
+
+@pytest.mark.parametrize("go", [train_together, lambda runs: take_to_the_end(runs, "cpu")], ids=["api", "command"])
+def test_one_that_fails_is_tried_once_and_keeps_no_other_run_from_its_end(go, own_cache, make_run, monkeypatch):
+    attempts = []
+
+    def fail(*_):
+        attempts.append(1)
+        raise NonFiniteError("a loss is not finite")
+
+    monkeypatch.setattr(pretraining, "train", fail)
+    bad = [make_run(f"bad{seed}", seed=seed, **SMALL) for seed in (0, 1)]
+    good = make_run("good", **{**SMALL, "learner": "online-adam", "pretrain": False})
+    with pytest.raises(
+        NonFiniteError, match=r"2 of 3 runs failed:\n.*bad0, .*bad1: pre-training failed: a loss is not finite"
+    ):
+        go([*bad, good])
+    assert finished(good)
+    assert not any(map(finished, bad))
+    assert attempts == [1]
+
+
+def test_ctrl_c_while_another_process_does_it_tells_how_to_go_on(own_cache, make_run):
+    with make_run(**SMALL) as run:
+        pass
+    folder = cache_folder(OnlineConfig(**SMALL))
+    folder.parent.mkdir()
+    with (folder.parent / f"{folder.name}.lock").open("w") as held_by_another:
+        fcntl.flock(held_by_another, fcntl.LOCK_EX)
+        command = [sys.executable, "-m", "wheretolearn", "resume", str(run.path)]
+        waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert "another process does the same pre-training: waiting for it" in waiting.stderr.readline()
+        waiting.send_signal(signal.SIGINT)
+        _, message = waiting.communicate()
+    assert waiting.returncode == 75, message
+    assert message.strip().splitlines() == [
+        f"error: stopped while another process did the pre-training; go on with `wheretolearn resume {run.path}`"
+    ]
+
+
+def test_the_list_of_image_sets_says_which_was_made_for_it(own_cache, monkeypatch, capsys):
+    pretrained_weights(OnlineConfig(**SMALL))
+    monkeypatch.setenv("COLUMNS", "200")
+    list_sets()
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "pretraining-" in line)
+    assert "as glyphs; made for pre-training" in row
 
 
 CHILD = """

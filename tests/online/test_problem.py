@@ -11,11 +11,11 @@ from wheretolearn.errors import ConfigError, DataError
 from wheretolearn.online.config import GLYPHS, OnlineConfig, Source
 from wheretolearn.online.problem import Problem, SourceImages, source_split
 
-pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
+pytestmark = pytest.mark.usefixtures("glyphs")
 
 
 @pytest.fixture(scope="module")
-def images():
+def images(glyphs):
     return SourceImages(GLYPHS)
 
 

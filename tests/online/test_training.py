@@ -11,13 +11,14 @@ from torch import Tensor
 from wheretolearn.errors import MismatchError, NonFiniteError, Stopped
 from wheretolearn.online import training
 from wheretolearn.online.learners.base import OnlineLearner
+from wheretolearn.online.learners.network import arithmetic_for
 from wheretolearn.online.problem import Problem, SourceImages
 from wheretolearn.online.training import finished, result, settings_of, train, train_together
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.storage import read_json, write_json
 
-pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
+pytestmark = pytest.mark.usefixtures("glyphs")
 
 
 class Scripted(OnlineLearner):
@@ -160,6 +161,7 @@ def test_lanes_that_take_steps_together_are_what_they_are_alone(make_run, monkey
     for run in alone:
         train(run)
     monkeypatch.setattr(training, "LANES_ON", ("cpu",))
+    monkeypatch.setattr(training, "arithmetic_of", lambda _, model: arithmetic_for(model))  # as alone, on a CPU
     with pytest.raises(Stopped):
         train(together[0], StopAt(5))
     with pytest.raises(NonFiniteError, match=r"(?s)1 of 3 runs failed:.*bad, step \d+: the loss of a batch"):
@@ -173,6 +175,40 @@ def test_lanes_that_take_steps_together_are_what_they_are_alone(make_run, monkey
     assert (theta_and_mask(alone[1]) - theta_and_mask(alone[0])).norm() > 0.5 * theta_and_mask(alone[0]).norm()
 
 
+def test_groups_whose_runs_are_all_at_work_keep_what_they_recorded(make_run, monkeypatch):
+    made = []
+    original = training.CMAMLLanes
+    monkeypatch.setattr(training, "LANES_ON", ("cpu",))
+    monkeypatch.setattr(
+        training, "CMAMLLanes", lambda learners, *rest: made.append(learners) or original(learners, *rest)
+    )
+    runs = [
+        make_run("a", seed=0, steps=2, inner_steps=1),
+        make_run("b", seed=1, steps=4, inner_steps=1),
+        make_run("c", seed=2, steps=4, inner_steps=2),
+        make_run("d", seed=3, steps=4, inner_steps=2),
+    ]
+    train_together(runs)
+    assert all(map(finished, runs))
+    (first, second), others, alone = made
+    assert [learner.inner_steps for learner in (first, second, *others)] == [1, 1, 2, 2]
+    assert alone == [second]
+
+
+def test_a_run_that_stops_beside_one_that_failed_tells_both(make_run):
+    bad, good = make_run("bad", learner="online-adam", lr=1e30), make_run("good", learner="online-adam")
+
+    def stop(run, step, values):
+        if run is good and step == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(
+        Stopped, match=r"step 20 of 24 and saved; go on with `wheretolearn resume .*good`\n.*bad failed: "
+    ):
+        train_together([bad, good], stop)
+    assert checkpoint.load_latest(good).step == 20
+
+
 def theta_and_mask(run):
     state = checkpoint.load_latest(run).state["learner"]
     return torch.cat([tensor.flatten() for name, tensor in state.items() if name.startswith(("theta.", "mask."))])
@@ -184,7 +220,7 @@ def test_a_run_killed_between_its_last_step_and_its_result_only_lacks_the_result
         expected = result(run)
         (run.path / "result.json").unlink()
         train(run)
-        assert result(run) == expected
+        assert {**result(run), "seconds": 0} == {**expected, "seconds": 0}
 
 
 def test_a_finished_run_is_left_as_it_is(make_run):

@@ -22,12 +22,12 @@ from wheretolearn.report.continual import (
     draw,
     group_runs,
     read_run,
-    save,
     sparsity_over_tasks,
     sparsity_within_tasks,
     sweep,
     swept_setting,
 )
+from wheretolearn.report.lines import save
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.storage import write_json
 

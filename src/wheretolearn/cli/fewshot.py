@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from wheretolearn.cli import continual, online
+from wheretolearn.cli import continual, online, streams
 from wheretolearn.cli.common import (
     Device,
+    TensorBoard,
     Threads,
     Workers,
     check_protocol,
@@ -24,26 +25,22 @@ from wheretolearn.cli.common import (
 )
 from wheretolearn.cli.progress import TrainingBars, announce_stop, progress_bar
 from wheretolearn.config import from_dict, merge, parse_overrides, to_dict
+from wheretolearn.continual.records import CONTINUAL
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.choose import choose
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.fewshot.learner import load_start, new_learner
-from wheretolearn.fewshot.records import (
-    check_savable,
-    check_seeds,
-    default_splits,
-    preset_of,
-    result_records,
-    save_records,
-    settings_of,
-)
+from wheretolearn.fewshot.records import INCIDENTAL, default_splits, result_records, settings_of
 from wheretolearn.fewshot.tasks import check_images, split_of
 from wheretolearn.fewshot.trained import Evaluation, evaluate_run, load_trained, planned
 from wheretolearn.fewshot.training import finished, train_together
 from wheretolearn.fewshot.worker import train_in_processes
+from wheretolearn.online.records import ONLINE
 from wheretolearn.presets import Evaluate, Preset, Scale, load_preset, scale_named
 from wheretolearn.runs.folder import MAX_SEED, RunFolder
+from wheretolearn.runs.records import preset_of
+from wheretolearn.runs.results import check_savable, check_seeds, save_records
 
 RunThreads = Annotated[
     int | None, typer.Option(help="CPU threads of each process; small networks are fastest with 1.", min=1)
@@ -68,6 +65,7 @@ def train(
     device: Device = "auto",
     workers: Workers = None,
     threads: RunThreads = None,
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Meta-train a model and its gradient mask. Stop it with Ctrl-C at any time; `resume` goes on exactly.
 
@@ -85,7 +83,9 @@ def train(
     with ExitStack() as folders:
         runs = [
             folders.enter_context(
-                RunFolder.create(place, to_dict(configs[name]), number, "fewshot", name, scale if name else None)
+                RunFolder.create(
+                    place, to_dict(configs[name]), number, "fewshot", name, scale if name else None, tensorboard
+                )
             )
             for (name, number), place in places.items()
         ]
@@ -101,7 +101,10 @@ def resume(
     workers: Workers = None,
     threads: RunThreads = None,
 ) -> None:
-    """Continue runs from their last checkpoints, as if they had never stopped."""
+    """Continue runs from their last checkpoints, as if they had never stopped.
+
+    On a CPU they end the same, bit for bit; on a GPU up to rounding.
+    """
     device = chosen_device(device)
     with ExitStack() as folders:
         runs = [folders.enter_context(run) for run in runs_in(paths, wanted="unfinished")]
@@ -165,8 +168,8 @@ def evaluate(
                 "--ensemble": ensemble,
             }  # fmt: skip
             refused = [option for option in given if given[option]]
-            show = continual.evaluate if protocols == {"continual"} else online.evaluate
-            show(runs, refused, preset_name, record)
+            protocol = CONTINUAL if protocols == {"continual"} else ONLINE
+            streams.evaluate(protocol, runs, refused, preset_name, record)
             return
         for run in runs:
             if run.protocol != "fewshot":
@@ -177,7 +180,7 @@ def evaluate(
             check_seeds(alike)
         plan = {run: _plan(run, _preset(run, preset_name), data, splits, steps, ensemble) for run in runs}
         if record is not None:  # what cannot be recorded fails before it takes time
-            check_savable(result_records(plan, preset_name), record)
+            check_savable(result_records(plan, preset_name), record, INCIDENTAL)
         evaluations: dict[RunFolder, list[Evaluation]] = {}
         labels = labels_of(runs)
         for run in runs:
@@ -201,7 +204,7 @@ def evaluate(
                 typer.echo(before + _sparsity(run))
         _print_over_seeds(evaluations)
         if record is not None:
-            for path in save_records(result_records(evaluations, preset_name), record):
+            for path in save_records(result_records(evaluations, preset_name), record, INCIDENTAL):
                 typer.echo(f"recorded {path}")
 
 

@@ -12,7 +12,8 @@ from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs.folder import RunFolder
 
 if TYPE_CHECKING:
-    from wheretolearn.report.continual import ContinualRun, Drawing, Group
+    from wheretolearn.report.continual import ContinualRun, Group
+    from wheretolearn.report.lines import Drawing
 
 NOTHING = "nothing to draw yet: none of these runs has measured anything"
 
@@ -35,7 +36,7 @@ def figures(
     in one setting are drawn against it as well. A run that is not finished is drawn as far as it is.
     """
     # Here, so that other commands do not wait for matplotlib.
-    from wheretolearn.report.continual import save
+    from wheretolearn.report.lines import save
 
     folder = _common_folder(paths) / "figures" if out is None else out
     found = find_runs(paths, _drawable)

@@ -1,20 +1,16 @@
 """Continual runs on a CPU: lanes of equal settings, shared out over processes of one thread each."""
 
-import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from wheretolearn.continual.training import Report, finished, lane_groups, saved_together, train_together
-from wheretolearn.errors import NonFiniteError, Stopped, UserError
+from wheretolearn.errors import NonFiniteError
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.workers import Teller, run_workers, work
+from wheretolearn.runs.workers import Teller, train_in_workers, work
 
 
 def train_with_care(
@@ -54,41 +50,17 @@ def train_in_processes(
     """Like ``train_with_care``, with ``workers`` processes; by default as many as there are cores."""
     at_once = workers or environment.cores()
     for run in runs:
-        run.lock()  # until its worker takes over: nobody else shall train a run that waits
-    shares = {_name(share): share for share in share_out([run for run in runs if not finished(run)], at_once)}
-    by_path = {str(run.path): run for run in runs}
-
-    def update(name: str, step: int, values: Mapping[str, Any]) -> None:
-        told = dict(values)
-        one = told.pop("run", None)  # news are of one run; without news, all lanes of the process made this step
-        for run in shares[name] if one is None else [by_path[one]]:
-            report(run, step, told)
-
-    def let_go(name: str) -> None:
-        for run in shares[name]:
-            run.close()
-
-    outcome = run_workers(
-        {name: ["wheretolearn.continual.worker", *(str(run.path) for run in share)] for name, share in shares.items()},
+        run.lock()  # before their checkpoints tell who was together
+    train_in_workers(
+        "wheretolearn.continual.worker",
+        share_out([run for run in runs if not finished(run)], at_once),
+        report,
+        finished=finished,
         at_once=at_once,
         threads=threads or 1,
-        update=update,
         notify=notify,
         on_stop=on_stop,
-        on_start=let_go,
     )
-    for run in runs:
-        run.close()
-    failed = [f"{name}: {error}" for name, error in outcome.failed.items()]
-    # A worker that was about to end when it was told to stop may have finished all the same.
-    left = [str(run.path) for name in outcome.stopped for run in shares[name] if not finished(run)]
-    if left:
-        command = shlex.join(["wheretolearn", "resume", *left])
-        raise Stopped("\n".join([f"stopped {len(left)} runs and saved them; go on with `{command}`", *failed]))
-    if failed:
-        first: UserError = next(iter(outcome.failed.values()))
-        count = sum(not finished(run) for name in outcome.failed for run in shares[name])
-        raise type(first)("\n".join([f"{count} of {len(runs)} runs failed:", *failed]))
 
 
 def share_out(runs: Sequence[RunFolder], processes: int) -> list[list[RunFolder]]:
@@ -104,13 +76,7 @@ def share_out(runs: Sequence[RunFolder], processes: int) -> list[list[RunFolder]
     return sorted(shares, key=len, reverse=True)  # the longest first, so that no process is left alone with one
 
 
-def _name(runs: Sequence[RunFolder]) -> str:
-    return ", ".join(str(run.path) for run in runs)
-
-
 def _train(paths: Sequence[Path], teller: Teller) -> None:
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
     def report(run: RunFolder, step: int, values: Mapping[str, Any]) -> None:
         teller.tell_step(step, {**values, "run": str(run.path)} if values else {})
 

@@ -69,7 +69,7 @@ def make_engine(lanes: Sequence[Lane], *, kind: EngineKind = "auto", precision: 
         try:
             engine.record()
         except Exception as error:
-            problem = f"the {name} engine cannot run this: {_first_line(error)}"
+            problem = f"the {name} engine cannot run this: {first_line(error)}"
             if kind != "auto":
                 raise ConfigError(problem) from error
             note = note or f"{problem}; a slower engine runs"
@@ -133,5 +133,5 @@ def make_arithmetic(
     return arithmetic(model, inner.clip_norm, precision)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

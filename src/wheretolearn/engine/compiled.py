@@ -81,6 +81,14 @@ class CompiledArithmetic:
     def probabilities(self, jobs: Sequence[Job], steps: int) -> Tensor:
         return torch.stack(self._streams.run([partial(self._job_probabilities, job, steps) for job in jobs]))
 
+    def adapted(self, job: Job, steps: int) -> Tensors:
+        """The weights that have rates, after inner steps on the support set."""
+        _, sums = self._adapt(job, steps)
+        return {name: job.theta[name] - rate * sums[name] for name, rate in job.rates.items()}
+
+    def logits(self, weights: Tensors, inputs: Tensor) -> Tensor:
+        return self._outputs_of(weights, inputs)
+
     def settings(self) -> AbstractContextManager[None]:
         return matrix_precision(self.precision)
 

@@ -73,6 +73,9 @@ class FewShotConfig:
 
     validate_every: int = setting(500, "outer steps between validations")
     validation_tasks: int = setting(300, "tasks per validation")
+    patience: int | None = setting(
+        None, "more validations than this in a row without a better model end training; none: never"
+    )
     log_every: int = setting(50, "outer steps between records of loss and sparsity")
     checkpoint_every: int = setting(500, "outer steps between checkpoints")
     keep_best: int = setting(3, "best models by validation that are kept, for ensembles")
@@ -80,7 +83,7 @@ class FewShotConfig:
     def __post_init__(self) -> None:
         positive = (
             "ways shots queries width inner_lr outer_steps tasks_per_step validate_every validation_tasks log_every "
-            "checkpoint_every theta_lr mask_lr straight_through_scale inner_clip_norm outer_clamp keep_best"
+            "checkpoint_every theta_lr mask_lr straight_through_scale inner_clip_norm outer_clamp keep_best patience"
         )
         for name in positive.split():
             if getattr(self, name) is not None and getattr(self, name) <= 0:

@@ -1,21 +1,20 @@
 """Result records of finished few-shot runs: one for each number of a preset, over its seeds."""
 
-import os
 import statistics
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wheretolearn.config import differences, from_dict, to_dict, toml_text
+from wheretolearn.config import differences, from_dict, to_dict
 from wheretolearn.data.load import load_set
-from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.errors import UserError
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.fewshot.trained import Evaluation, held_out_splits, load_trained
 from wheretolearn.presets import Preset, load_preset, scale_named
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.results import ResultRecord, load_all, measured, of_runs, save
+from wheretolearn.runs.results import ResultRecord, check_alike, measured, of_runs
 
 Evaluations = Mapping[RunFolder, Sequence[Evaluation]]
 
@@ -29,12 +28,6 @@ INCIDENTAL = {
 def settings_of(run: RunFolder) -> FewShotConfig:
     """The settings that runs of one preset share: all but the run that each may have started from."""
     return replace(from_dict(FewShotConfig, run.config, where=str(run.path)), start_from=None)
-
-
-def preset_of(run: RunFolder, name: str | None = None) -> Preset | None:
-    """The preset that a run is measured for: the named one, else the one it was trained with, at the run's scale."""
-    name = name or run.preset
-    return None if name is None else load_preset(name, scale=scale_named(run.scale or "paper"))
 
 
 def default_splits(run: RunFolder, data: str, preset: Preset | None) -> list[str]:
@@ -56,69 +49,13 @@ def result_records(evaluations: Evaluations, preset_name: str | None = None) -> 
     records = []
     for (name, scale), runs in by_preset.items():
         preset = load_preset(name, scale=scale_named(scale))
-        _check_alike(runs)
+        check_alike(runs, settings_of)
         maker = _Maker(preset, scale, runs)
         for evaluation in zip(*(evaluations[run] for run in runs), strict=True):
             records.append(maker.accuracy(evaluation))
         if load_trained(runs[0])[2].raw:
             records.append(maker.sparsity())
     return records
-
-
-def check_savable(records: Sequence[ResultRecord], folder: Path, incidental: Set[str] = INCIDENTAL) -> None:
-    """Refuse a folder that cannot be written to, or whose records hold seeds or other settings that would be lost.
-
-    Settings that are ``incidental`` may differ, and so may those that came or went between two versions.
-    """
-    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"cannot write records to {folder}: {parent} cannot be written to; choose another folder")
-    present = {(record.name, record.metric): record for record in load_all(folder)}
-    for record in records:
-        older = present.get((record.name, record.metric))
-        if older is None:
-            continue
-        there, here = older.config, record.config
-        changed = [
-            f"{name}={toml_text(there[name])} there, {toml_text(here[name])} here"
-            for name in here
-            if name in there and name not in incidental and there[name] != here[name]
-        ]
-        if changed:
-            raise UserError(
-                f"{folder} holds a record of {record.name}, {record.metric}, with other settings: "
-                f"{'; '.join(changed)}. Choose another folder, or delete that record"
-            )
-        lost = [str(seed) for seed in older.seeds if seed not in record.seeds]
-        if lost:
-            raise UserError(
-                f"{folder} holds a record of {record.name}, {record.metric}, with seeds that these runs lack: "
-                f"{', '.join(lost)}; evaluate all seeds together, delete that record, or choose another folder"
-            )
-
-
-def save_records(records: Sequence[ResultRecord], folder: Path, incidental: Set[str] = INCIDENTAL) -> list[Path]:
-    """Write records, all of them or none where one must not be written."""
-    check_savable(records, folder, incidental)
-    return [save(record, folder) for record in records]
-
-
-def check_seeds(runs: Sequence[RunFolder]) -> None:
-    """Runs of the same settings are a sample only if their seeds differ."""
-    seeds: dict[int, Path] = {}
-    for run in runs:
-        if run.seed in seeds:
-            raise ConfigError(f"{seeds[run.seed]} and {run.path} have the same seed {run.seed}: one is enough")
-        seeds[run.seed] = run.path
-
-
-def _check_alike(runs: Sequence[RunFolder]) -> None:
-    first = runs[0]
-    for run in runs:
-        names = differences(settings_of(first), settings_of(run)).values()
-        if names:
-            raise ConfigError(f"{first.path} and {run.path} differ in {', '.join(names)}: record them apart")
-    check_seeds(runs)
 
 
 class _Maker:

@@ -19,6 +19,7 @@ from wheretolearn.fewshot.tasks import TaskSource, split_of
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
+from wheretolearn.runs.workers import failure
 from wheretolearn.storage import save_weights
 
 Report = Callable[[RunFolder, int, Mapping[str, Any]], None]  # (run, outer step, latest values)
@@ -29,7 +30,7 @@ _FREE_IN_A_LANE = (
     *("train_split", "validation_split", "outer_steps", "test_inner_steps", "inner_lr", "start_from", "learn_theta"),
     *("mask", "adapt", "adapt_norm", "mask_init", "initial_sparsity", "straight_through_scale"),
     *("theta_lr", "mask_lr", "optimizer", "mask_optimizer", "outer_clamp"),
-    *("validate_every", "validation_tasks", "log_every", "checkpoint_every", "keep_best"),
+    *("validate_every", "validation_tasks", "patience", "log_every", "checkpoint_every", "keep_best"),
 )
 
 
@@ -80,15 +81,6 @@ def train_together(
     return [sitting.learners[run] for run in runs]
 
 
-def failure(errors: Mapping[RunFolder, UserError], of: int) -> UserError:
-    """One error for all the runs that failed, with the exit code of the first."""
-    first = next(iter(errors.values()))
-    if of == 1:
-        return first
-    lines = [f"{run.path}: {error}" for run, error in errors.items()]
-    return type(first)("\n".join([f"{len(errors)} of {of} runs failed:", *lines]))
-
-
 def finished(run: RunFolder) -> bool:
     return (run.path / "model.safetensors").exists()
 
@@ -106,7 +98,14 @@ class _Member:
 
     @property
     def ended(self) -> bool:
-        return self.learner.step == self.config.outer_steps
+        return self.learner.step == self.config.outer_steps or self._out_of_patience
+
+    @property
+    def _out_of_patience(self) -> bool:
+        config, learner = self.config, self.learner
+        if config.patience is None or not learner.best or learner.step % config.validate_every:
+            return False
+        return learner.step - learner.best[0].step > config.patience * config.validate_every
 
     @property
     def validating(self) -> bool:

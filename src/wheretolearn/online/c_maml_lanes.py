@@ -2,7 +2,7 @@
 
 A step of all lanes is one graph: predict, adapt, the losses before and after. These are read back once, for all lanes;
 each learner decides. Meta-updates, which come at other times in each lane, share graphs for a few pairs at once.
-Without a GPU nothing is recorded, and the same code runs as it stands.
+Without a GPU, or where recording fails, the same code runs as it stands.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from wheretolearn.engine.graphed import Arithmetic, Job, new_stream
 from wheretolearn.engine.task import Task
-from wheretolearn.errors import NonFiniteError
+from wheretolearn.errors import NonFiniteError, UserError
 from wheretolearn.online.learners.c_maml import CMAML, PairSums
 from wheretolearn.online.learners.network import optimizer_tensors
-from wheretolearn.online.recorded import DIVERGED
+from wheretolearn.online.recorded import DIVERGED, record, without_graph
 
 PAIRS_AT_ONCE = (10, 3, 1)
 
@@ -23,17 +23,19 @@ PAIRS_AT_ONCE = (10, 3, 1)
 class CMAMLLanes:
     """Learners of one architecture and one number of inner steps, whose masks cover the same parameters."""
 
-    def __init__(self, learners: Sequence[CMAML], arithmetic: Arithmetic):
-        self.learners, self.arithmetic = list(learners), arithmetic
+    def __init__(self, learners: Sequence[CMAML], arithmetic: Arithmetic, notify: Callable[[str], None] | None = None):
+        self.learners, self.arithmetic, self.notify = list(learners), arithmetic, notify
         first = self.learners[0]
         self.inner_steps = first.inner_steps
         self.device = next(iter(first.theta.values())).device
+        self.recording = self.device.type == "cuda"
         lanes = len(self.learners)
         self.from_theta = torch.zeros(lanes, dtype=torch.bool, device=self.device)
         self.right = torch.zeros(lanes, dtype=torch.int64, device=self.device)
         self.losses = torch.zeros((lanes, 2), device=self.device)  # before and after adapting
         self.theta = {name: tensor.clone() for name, tensor in first.theta.items()}  # of the lane that meta-updates
         self.rates = {name: torch.zeros_like(self.theta[name]) for name in first.mask.names}
+        self.restarted = {name: torch.zeros_like(rate) for name, rate in self.rates.items()}
         self.sums = PairSums(self.theta, first.mask.names)
         self._inputs: Tensor | None = None  # [lanes, ...]: the batches, where graphs read them
         self._labels: Tensor | None = None
@@ -48,7 +50,7 @@ class CMAMLLanes:
         ``failed`` then holds errors by lane, where losses were not finite: such a lane cannot go on.
         """
         inputs, labels = self._slots(batches)
-        self.from_theta.copy_(torch.tensor([learner.detected for learner in self.learners]))
+        self.from_theta.copy_(torch.tensor([learner.starts_anew for learner in self.learners]))
         everything = [tensor for learner in self.learners for tensor in learner.phi.values()]
         self._run("look", lambda: self._look(inputs, labels), everything)
         self.failed.clear()
@@ -60,6 +62,8 @@ class CMAMLLanes:
             else:
                 if learner.conclude(before, after, *batches[lane]):
                     self._meta_update(learner)
+                if learner.detected and learner.restart == "at once":
+                    self._restart(learner, inputs[lane], labels[lane])
         return self.right.clone()
 
     def _look(self, inputs: Tensor, labels: Tensor) -> None:
@@ -86,10 +90,7 @@ class CMAMLLanes:
         tasks = list(learner.buffer.tasks())
         for tensor in self.sums.tensors():
             tensor.zero_()
-        for name, tensor in learner.theta.items():
-            self.theta[name].copy_(tensor)
-        for name, rate in learner.rates().items():
-            self.rates[name].copy_(rate)
+        self._take_over(learner)
         while tasks:
             size = next(size for size in PAIRS_AT_ONCE if size <= len(tasks))
             for slot, task in zip(self._pair_slots(tasks[0]), tasks[:size], strict=False):
@@ -100,6 +101,28 @@ class CMAMLLanes:
         moved = [*learner.theta.values(), *learner.mask.raw.values(), *optimizer_tensors(learner.optimizer).values()]
         self._run(("take step", id(learner)), lambda: learner.take_step(self.sums), moved)
         learner.buffer.clear()
+
+    def _restart(self, learner: CMAML, inputs: Tensor, labels: Tensor) -> None:
+        """Adapt to the batch from theta, as it is now."""
+        self._take_over(learner)
+        (slot, *_) = self._pair_slots(Task(inputs, labels, inputs, labels))
+        for part, value in (("support_inputs", inputs), ("support_labels", labels)):
+            getattr(slot, part).copy_(value)
+            getattr(slot, part.replace("support", "query")).copy_(value)
+        self._run("restart", self._adapt_from_theta, list(self.restarted.values()))
+        for name, phi in learner.phi.items():
+            phi.copy_(self.restarted[name])
+
+    def _adapt_from_theta(self) -> None:
+        (result,) = self.arithmetic.meta_gradients([Job(self.theta, self.rates, self._pairs[0])], self.inner_steps)
+        for name, restarted in self.restarted.items():
+            restarted.copy_(self.theta[name] - self.rates[name] * result.inner_sum[name])
+
+    def _take_over(self, learner: CMAML) -> None:
+        for name, tensor in learner.theta.items():
+            self.theta[name].copy_(tensor)
+        for name, rate in learner.rates().items():
+            self.rates[name].copy_(rate)
 
     def _add_pairs(self, size: int) -> None:
         jobs = [Job(self.theta, self.rates, task) for task in self._pairs[:size]]
@@ -122,21 +145,33 @@ class CMAMLLanes:
 
     def _run(self, key: Hashable, work: Callable[[], None], changed: Sequence[Tensor]) -> None:
         """Do some work, on a GPU as a graph that is recorded the first time; ``changed`` are tensors it adds to."""
-        if self.device.type != "cuda":
-            work()
-            return
-        if key not in self._graphs:
-            before = [tensor.clone() for tensor in changed]
-            stream = new_stream(self.device)
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with self.arithmetic.settings(), torch.cuda.stream(stream):
-                work()  # kernels are compiled and chosen
-                torch.cuda.synchronize(self.device)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream):
-                    work()
+        if self.recording and key not in self._graphs:
+            self._record(key, work, changed)
+        if key in self._graphs:
+            self._graphs[key].replay()
+        else:
+            with self.arithmetic.settings():
+                work()
+
+    def _record(self, key: Hashable, work: Callable[[], None], changed: Sequence[Tensor]) -> None:
+        before = [tensor.clone() for tensor in changed]
+        try:
+            self._graphs[key] = self._recorded(work)
+        except UserError:
+            raise
+        except Exception as error:
+            self.recording = False
+            if self.notify is not None:
+                self.notify(without_graph(error))
+        finally:
             for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(old)
+
+    def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        stream = new_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with self.arithmetic.settings(), torch.cuda.stream(stream):
+                return record(work, self.device, stream)
+        finally:
             torch.cuda.synchronize(self.device)
-            self._graphs[key] = graph
-        self._graphs[key].replay()

@@ -11,6 +11,7 @@ from wheretolearn.config import setting
 from wheretolearn.engine.graphed import Precision
 from wheretolearn.errors import ConfigError
 from wheretolearn.online.learners.bgd_inner import Order
+from wheretolearn.online.learners.c_maml import Restart
 
 LearnerKind = Literal[
     "online-adam",
@@ -74,6 +75,7 @@ class OnlineConfig:
     )
     switch_margin: float = setting(3.0, "c-maml: by how much adapting must lower the loss to mean a new task (lambda)")
     update_scale: float = setting(1000.0, "c-maml: a meta-update counts 1 - exp(-update_scale * its loss) (gamma_um)")
+    restart: Restart = setting("at once", "c-maml: which batch is the first to start from theta after a switch")
     buffer: int = setting(100, "c-maml: more batches than this make a meta-update without a new task")
 
     mean_eta: float = setting(10.0, "bgd and its kin: learning rate of the means")
@@ -96,6 +98,9 @@ class OnlineConfig:
     pretrain_tasks: int = setting(4, "tasks per outer step of pre-training")
     pretrain_queries: int = setting(15, "held-out images per class of those tasks")
     pretrain_validate_every: int = setting(500, "outer steps between validations of pre-training")
+    pretrain_patience: int | None = setting(
+        None, "more validations than this in a row without better weights end pre-training; none: never"
+    )
     pretrain_seed: int = setting(0, "seed of pre-training, which all runs share")
 
     log_every: int = setting(100, "steps between records of accuracy and sparsity")
@@ -127,10 +132,10 @@ class OnlineConfig:
     def _check_ranges(self) -> None:
         positive = (
             "steps shots width lr inner_lr buffer mean_eta initial_std samples pretrain_classes pretrain_steps "
-            "pretrain_tasks pretrain_queries pretrain_validate_every log_every checkpoint_every"
+            "pretrain_tasks pretrain_queries pretrain_validate_every pretrain_patience log_every checkpoint_every"
         )
         for name in positive.split():
-            if getattr(self, name) <= 0:
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}")
         for name in ("inner_steps", "mask_lr", "switch_margin", "update_scale", "l1", "pretrain_seed"):
             if getattr(self, name) < 0:

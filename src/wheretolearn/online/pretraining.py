@@ -19,13 +19,15 @@ from torch import Tensor
 
 from wheretolearn.config import to_dict
 from wheretolearn.data import image_set
-from wheretolearn.data.image_set import ImageSplit, data_root
+from wheretolearn.data.image_set import ImageSet, ImageSplit, data_root
 from wheretolearn.errors import DataError, Stopped, UserError
 from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.tasks import check_images
 from wheretolearn.fewshot.training import finished, train
 from wheretolearn.online.config import OnlineConfig
 from wheretolearn.online.problem import source_split
 from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.signals import StopRequest
 from wheretolearn.storage import load_weights
 
 if sys.platform != "win32":
@@ -47,18 +49,33 @@ def pretrained_weights(
     splits = class_splits(config)
     settings = few_shot_settings(config, splits)
     folder = _folder(settings, config.pretrain_seed)
-    if not (folder / "model.safetensors").exists():
+    if not is_cached(folder):
         with _sole_worker(folder, notify):
             if not image_set.exists(settings.data):
-                about = f"the first classes of {config.sources[0].label}, for the pre-training of online learners"
-                image_set.write(settings.data, splits, {"source": about})
+                source = config.sources[0]
+                about = f"the first classes of {source.label}, for the pre-training of online learners"
+                licence = f"as {source.data}; made for pre-training"  # so that no list shows it as the user's own
+                image_set.write(settings.data, splits, {"source": about, "licence": licence})
             _train(folder, settings, config.pretrain_seed, device, report, notify, on_stop)
     return load_weights(folder / "model.safetensors")[0]
 
 
-def is_cached(config: OnlineConfig) -> bool:
-    folder = _folder(few_shot_settings(config, class_splits(config)), config.pretrain_seed)
+def cache_folder(config: OnlineConfig) -> Path:
+    """Where the weights are kept: one folder for all runs that ask for the same."""
+    return _folder(few_shot_settings(config, class_splits(config)), config.pretrain_seed)
+
+
+def is_cached(folder: Path) -> bool:
     return (folder / "model.safetensors").exists()
+
+
+def check_tasks(config: OnlineConfig) -> None:
+    """Fail now, before anything is written, where the first source cannot give the tasks of pre-training."""
+    splits = class_splits(config)
+    try:
+        check_images(few_shot_settings(config, splits), ImageSet("pre-training", splits, {}))
+    except DataError as error:
+        raise DataError(f"pre-training with pretrain_queries={config.pretrain_queries}: {error}") from error
 
 
 def few_shot_settings(config: OnlineConfig, splits: Mapping[str, ImageSplit]) -> FewShotConfig:
@@ -82,6 +99,7 @@ def few_shot_settings(config: OnlineConfig, splits: Mapping[str, ImageSplit]) ->
         tasks_per_step=config.pretrain_tasks,
         theta_lr=config.lr,
         validate_every=config.pretrain_validate_every,
+        patience=config.pretrain_patience,
         precision=config.precision,
         checkpoint_every=config.pretrain_validate_every,
         validation_tasks=100,
@@ -156,14 +174,17 @@ def _sole_worker(folder: Path, notify: Callable[[str], None] | None) -> Iterator
     except OSError as error:
         raise UserError(f"cannot keep pre-trained weights in {folder.parent}: {error.strerror}") from error
     with file:
-        told = False
-        while sys.platform != "win32":
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if not told and notify is not None:
-                    notify("another process does the same pre-training: waiting for it")
-                told = True
-                time.sleep(SECONDS_BETWEEN_LOOKS)  # Ctrl-C ends this, as a blocking lock would not
+        with StopRequest() as stop:
+            told = False
+            while sys.platform != "win32":
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if not told and notify is not None:
+                        notify("another process does the same pre-training: waiting for it")
+                    told = True
+                    if stop.requested:
+                        raise Stopped("stopped while another process did the pre-training") from None
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
         yield

@@ -1,10 +1,11 @@
 """Online runs: predict, count, learn; checkpoints, and what is measured on the way."""
 
-import shlex
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,18 +17,18 @@ from wheretolearn.engine.choose import choose, make_arithmetic
 from wheretolearn.engine.graphed import Arithmetic
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.errors import MismatchError, NonFiniteError, Stopped, UserError
-from wheretolearn.fewshot.training import failure
 from wheretolearn.online import metrics
 from wheretolearn.online.c_maml_lanes import CMAMLLanes
 from wheretolearn.online.config import DETECTING, OnlineConfig
 from wheretolearn.online.learners.c_maml import CMAML
 from wheretolearn.online.learners.make import make_learner
-from wheretolearn.online.pretraining import pretrained_weights
+from wheretolearn.online.pretraining import cache_folder, pretrained_weights
 from wheretolearn.online.problem import Problem, SourceImages
 from wheretolearn.online.recorded import DIVERGED, RecordedStep
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
+from wheretolearn.runs.workers import failure, stopped
 from wheretolearn.storage import check_shapes, load_weights, read_json, save_weights, write_json
 
 Report = Callable[[RunFolder, int, Mapping[str, Any]], None]  # (run, step, latest values)
@@ -51,64 +52,43 @@ def settings_of(run: RunFolder) -> OnlineConfig:
     return from_dict(OnlineConfig, run.config, where=str(run.path))
 
 
-def train(
-    run: RunFolder,
-    report: Callable[[int, Mapping[str, Any]], None] | None = None,
-    device: str = "cpu",
-    on_stop: Callable[[], None] | None = None,
-    notify: Notify | None = None,
-    at_once: int = 1,
-) -> None:
-    """Take the run in this folder to its end, from its last checkpoint if it has one; see ``train_together``."""
-    each = None if report is None else lambda _, step, values: report(step, values)
-    train_together([run], each, device, on_stop, notify, at_once)
-
-
 def train_together(
     runs: Sequence[RunFolder],
     report: Report | None = None,
+    *,
     device: str = "cpu",
-    on_stop: Callable[[], None] | None = None,
     notify: Notify | None = None,
+    on_stop: Callable[[], None] | None = None,
     at_once: int | None = None,
+    failed: Mapping[RunFolder, UserError] | None = None,
 ) -> None:
     """Take runs to their ends in one process, step by step in turn, each from its last checkpoint if it has one.
 
     Each ends as it would alone. SIGINT or SIGTERM ends this with ``Stopped``, after saving. A run that fails does not
     keep the others from their ends; the error comes last. ``at_once`` is how many runs share the machine, if not just
-    these. ``result.json`` is written last: where it is, the run is finished.
+    these; ``failed`` are those of them that cannot start. ``result.json`` is written last: where it is, the run is
+    finished.
     """
     for run in runs:
         run.lock()
-    unfinished = [run for run in runs if not finished(run)]
-    failures: dict[RunFolder, UserError] = {}
-
-    @contextmanager
-    def failing(run: RunFolder) -> Iterator[None]:
-        try:
-            yield
-        except Stopped:
-            raise
-        except UserError as error:
-            failures[run] = error
-            if len(runs) > 1 and notify is not None:
-                notify(f"{run.path} failed: {error}")
-
-    for run in unfinished:  # before signals are caught here: pre-training has its own way to stop
-        with failing(run), telling_how_to_go_on(runs):
-            prepare(run, device, notify=notify, on_stop=on_stop)
+    failures = dict(failed or {})
+    failing = partial(keeping_errors, failures, notify if len(runs) > 1 else None)
+    # Before signals are caught here: pre-training has its own way to stop.
+    for alike in by_pretraining([run for run in runs if run not in failures]).values():
+        with telling_how_to_go_on(runs), failing(alike):
+            prepare(alike, device=device, notify=notify, on_stop=on_stop)
     with StopRequest(on_request=on_stop) as stop:
         images: dict[tuple[Any, ...], SourceImages] = {}
         members: list[_Member] = []
-        for run in unfinished:
-            if run not in failures:
-                with failing(run):
+        for run in runs:
+            if not finished(run) and run not in failures:
+                with failing([run]):
                     members.append(_Member(run, images, device, report, notify, at_once or len(runs)))
-        groups = side_by_side(members, device)
+        groups = side_by_side(members, device, notify)
         while members and not stop.requested:
             for group in groups:
                 for member, error in group.advance():
-                    with failing(member.run):
+                    with failing([member.run]):
                         if error is not None:
                             raise error
                         member.conclude()
@@ -116,35 +96,77 @@ def train_together(
                             member.finish()
             left = [member for member in members if not finished(member.run) and member.run not in failures]
             if len(left) < len(members):
-                members, groups = left, side_by_side(left, device)
+                # What a group has recorded stays good for as long as all of its runs are at work.
+                groups = [group for group in groups if all(member in left for member in group.members)]
+                kept = [member for group in groups for member in group.members]
+                groups += side_by_side([member for member in left if member not in kept], device, notify)
+                members = left
         if members:
             for member in members:
-                with failing(member.run):
+                with failing([member.run]):
                     member.save()
-            if not failures:
-                with telling_how_to_go_on([member.run for member in members]):
-                    raise Stopped(_stopped(members))
+            members = [member for member in members if member.run not in failures]
+        if members:
+            raise stopped(_stopped(members), [member.run for member in members], failures)
     if failures:
         raise failure(failures, of=len(runs))
 
 
-def has_weights(run: RunFolder) -> bool:
-    """Whether a run has its copy of the weights that it starts from."""
-    return (run.path / PRETRAINED).exists()
+def train(
+    run: RunFolder,
+    report: Callable[[int, Mapping[str, Any]], None] | None = None,
+    *,
+    notify: Notify | None = None,
+    at_once: int = 1,
+) -> None:
+    """Take one run to its end on the CPU; see ``train_together``."""
+    each = None if report is None else lambda _, step, values: report(step, values)
+    train_together([run], each, notify=notify, at_once=at_once)
+
+
+def by_pretraining(runs: Sequence[RunFolder]) -> dict[Path, list[RunFolder]]:
+    """Runs that lack the pre-trained weights that they ask for, by the folder where these are kept."""
+    groups: dict[Path, list[RunFolder]] = {}
+    for run in runs:
+        if finished(run) or (run.path / PRETRAINED).exists():
+            continue
+        try:
+            config = settings_of(run)
+            folder = cache_folder(config) if config.pretrain else None
+        except UserError:
+            folder = run.path  # what is wrong comes up again when it is prepared
+        if folder is not None:
+            groups.setdefault(folder, []).append(run)
+    return groups
 
 
 def prepare(
-    run: RunFolder,
-    device: str = "cpu",
+    runs: Sequence[RunFolder],
     report: Callable[[int, Mapping[str, Any]], None] | None = None,
+    *,
+    device: str = "cpu",
     notify: Notify | None = None,
     on_stop: Callable[[], None] | None = None,
 ) -> None:
-    """Give a run that asks for pre-trained weights a copy of them; from then on it needs no cache."""
-    config = settings_of(run)
-    if not config.pretrain or has_weights(run):
-        return
-    save_weights(run.path / PRETRAINED, pretrained_weights(config, device, report, notify, on_stop))
+    """Give each of these runs a copy of the weights that they all ask for; from then on they need no cache."""
+    weights = pretrained_weights(settings_of(runs[0]), device, report, notify, on_stop)
+    for run in runs:
+        save_weights(run.path / PRETRAINED, weights)
+
+
+@contextmanager
+def keeping_errors(
+    errors: dict[RunFolder, UserError], notify: Notify | None, runs: Sequence[RunFolder]
+) -> Iterator[None]:
+    """What goes wrong with some runs is told, and kept for the end, so that others can go on."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except UserError as error:
+        errors |= dict.fromkeys(runs, error)
+        if notify is not None:
+            notify(f"{', '.join(str(run.path) for run in runs)} failed: {error}")
 
 
 @contextmanager
@@ -153,7 +175,7 @@ def telling_how_to_go_on(runs: Sequence[RunFolder]) -> Iterator[None]:
     try:
         yield
     except Stopped as error:
-        raise Stopped(f"{error}; go on with `{_resume_command(runs)}`") from None
+        raise stopped(str(error), [run for run in runs if not finished(run)]) from None
 
 
 class _Member:
@@ -180,7 +202,8 @@ class _Member:
         self.model = model.to(device)
         self.learner = make_learner(self.config, self.model, run.seed, arithmetic_of(self.config, self.model))
         self.sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        self.done, self.concluded, self.seconds = 0, 0, 0.0
+        self.done, self.concluded = 0, 0
+        self._earlier, self._begun = 0.0, time.perf_counter()
         # Images predicted rightly, by step. On the device, so that counting does not wait for it.
         self.right = torch.zeros(self.config.steps, dtype=torch.int32, device=device)
         self.detected = torch.zeros(self.config.steps, dtype=torch.bool)
@@ -190,11 +213,15 @@ class _Member:
     def ended(self) -> bool:
         return self.done == self.config.steps
 
-    def counted(self, seconds: float) -> None:
+    @property
+    def seconds(self) -> float:
+        """Wall time so far, in which other runs may have had their turns too."""
+        return self._earlier + time.perf_counter() - self._begun
+
+    def counted(self) -> None:
         """A batch was predicted, ``right`` tells how well, and learned from."""
         self.detected[self.done] = self.learner.detected
         self.done += 1
-        self.seconds += seconds
 
     def conclude(self) -> None:
         """Whatever is due after a step, once."""
@@ -203,9 +230,7 @@ class _Member:
         self.concluded = self.done
         values: dict[str, Any] = {}
         if self.done % self.config.log_every == 0 or self.ended:
-            started = time.perf_counter()
-            values = self._measure()
-            self.seconds += time.perf_counter() - started  # on a GPU it waits here for steps that were only queued
+            values = self._measure()  # on a GPU it waits here for steps that were only queued
             values["elapsed_seconds"] = self.seconds
             self.run.log(self.done, **values)
         if self.done % self.config.checkpoint_every == 0 or self.ended:
@@ -240,7 +265,7 @@ class _Member:
                 f"{self.run.path}: its checkpoint belongs to other settings than run.json has; "
                 "put run.json back as it was, or start anew in another folder"
             ) from error
-        self.done, self.seconds = saved.step, state["seconds"]
+        self.done, self._earlier = saved.step, state["seconds"]
         self.concluded = self.done
         for note in saved.notes:
             if notify is not None:
@@ -322,51 +347,48 @@ def arithmetic_of(config: OnlineConfig, model: nn.Module) -> Arithmetic | None:
 class _Alone:
     """One run; on a GPU its step is a graph on a stream of its own."""
 
-    def __init__(self, member: _Member, device: str):
-        self.member = member
-        self.recorded = RecordedStep(member.learner, torch.device(device), member.config.precision)
+    def __init__(self, member: _Member, device: str, notify: Notify | None):
+        self.members = [member]
+        self.recorded = RecordedStep(member.learner, torch.device(device), member.config.precision, notify)
 
     def advance(self) -> list[tuple[_Member, UserError | None]]:
-        member = self.member
+        (member,) = self.members
         if member.ended:
             return [(member, None)]
-        started = time.perf_counter()
         batch = member.problem.batch(member.done)
         try:
             self.recorded.step(batch.inputs, batch.labels, member.right[member.done])
         except NonFiniteError as error:
             return [(member, _at(member, error))]
-        member.counted(time.perf_counter() - started)
+        member.counted()
         return [(member, None)]
 
 
 class _Lanes:
     """Runs of C-MAML or its variants that share CUDA graphs."""
 
-    def __init__(self, members: Sequence[_Member]):
+    def __init__(self, members: Sequence[_Member], notify: Notify | None):
         self.members = list(members)
         learners = [member.learner for member in members if isinstance(member.learner, CMAML)]
         arithmetic = arithmetic_of(members[0].config, members[0].model)
         assert arithmetic is not None
-        self.lanes = CMAMLLanes(learners, arithmetic)
+        self.lanes = CMAMLLanes(learners, arithmetic, notify)
 
     def advance(self) -> list[tuple[_Member, UserError | None]]:
-        started = time.perf_counter()
         batches = [member.problem.batch(member.done) for member in self.members]
         right = self.lanes.step([(batch.inputs, batch.labels) for batch in batches])
-        elapsed = time.perf_counter() - started
         news: list[tuple[_Member, UserError | None]] = []
         for lane, member in enumerate(self.members):
             if lane in self.lanes.failed:
                 news.append((member, _at(member, self.lanes.failed[lane])))
             else:
                 member.right[member.done] = right[lane]
-                member.counted(elapsed)
+                member.counted()
                 news.append((member, None))
         return news
 
 
-def side_by_side(members: Sequence[_Member], device: str) -> list[_Alone | _Lanes]:
+def side_by_side(members: Sequence[_Member], device: str, notify: Notify | None) -> list[_Alone | _Lanes]:
     """Who takes steps together: on a GPU, learners of the C-MAML family whose inner loops are alike."""
     groups: list[_Alone | _Lanes] = []
     alike: dict[Hashable, list[_Member]] = {}
@@ -377,8 +399,8 @@ def side_by_side(members: Sequence[_Member], device: str) -> list[_Alone | _Lane
             like = (learner.inner_steps, learner.mask.names, shapes, member.config.precision)
             alike.setdefault(like, []).append(member)
         else:
-            groups.append(_Alone(member, device))
-    return groups + [_Lanes(own) for own in alike.values()]
+            groups.append(_Alone(member, device, notify))
+    return groups + [_Lanes(own, notify) for own in alike.values()]
 
 
 def _at(member: _Member, error: NonFiniteError) -> NonFiniteError:
@@ -396,7 +418,3 @@ def _stopped(members: Sequence[_Member]) -> str:
     if len(members) == 1:
         return f"stopped after step {members[0].done} of {members[0].config.steps} and saved"
     return f"stopped {len(members)} runs and saved them"
-
-
-def _resume_command(runs: Sequence[RunFolder]) -> str:
-    return shlex.join(["wheretolearn", "resume", *(str(run.path) for run in runs if not finished(run))])

@@ -1,6 +1,5 @@
 """Figures of online learning, from run folders: runs that differ in their seed only are one line, with a band."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,27 +10,29 @@ from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
-from wheretolearn.config import to_dict
 from wheretolearn.errors import UserError
-from wheretolearn.fewshot.records import check_seeds
 from wheretolearn.online import metrics
 from wheretolearn.online.config import OnlineConfig
 from wheretolearn.online.training import finished, settings_of
-from wheretolearn.report.continual import (
-    LONGEST_SLUG,
+from wheretolearn.report.figures import DASHES, INK, MUTED, STYLE, percent_axis
+from wheretolearn.report.lines import (
     Drawing,
     Line,
-    _line,
-    _line_axes,
-    _line_rows,
-    _of_runs,
-    _plot_labelled,
-    _share_axis,
-    _tensor_lines,
+    differing_settings,
+    labels_and_slugs,
+    line_axes,
+    line_of,
+    line_rows,
+    of_runs,
+    plot_labelled,
+    share_axis,
+    stem_of,
+    tensor_lines,
+    title_of,
 )
-from wheretolearn.report.figures import DASHES, INK, MUTED, STYLE, percent_axis, short
 from wheretolearn.report.page import ACCENTS
 from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.results import check_seeds
 
 TOTAL = "all"
 DEPTH = "viridis"  # colours of layers, from the first to the last
@@ -92,19 +93,13 @@ def group_runs(runs: Sequence[OnlineRun]) -> list[Group]:
     alike: dict[OnlineConfig, list[OnlineRun]] = {}
     for run in runs:
         alike.setdefault(run.config, []).append(run)
-    tables = [to_dict(config) for config in alike]
-    names = [name for name in tables[0] if any(table[name] != tables[0][name] for table in tables)]
+    names = differing_settings(list(alike))
     # Methods differ in many settings: those of one value per learner and p need not be told.
     if len({(config.learner, config.p, config.pretrain) for config in alike}) == len(alike):
         names = [name for name in ("learner", "p", "pretrain") if name in names]
-    groups: list[Group] = []
-    for config, own in alike.items():
+    groups = []
+    for (label, slug), own in zip(labels_and_slugs(list(alike), names, SPEAKING), alike.values(), strict=True):
         check_seeds([run.folder for run in own])
-        values = [(name, _value(getattr(config, name))) for name in names]
-        label = ", ".join(value if name in SPEAKING else f"{name.replace('_', ' ')} {value}" for name, value in values)
-        slug = re.sub(r"[^a-z0-9.]+", "-", label.lower())[:LONGEST_SLUG].strip("-.")
-        if any(group.slug == slug for group in groups):
-            slug = f"{slug}-{len(groups) + 1}".lstrip("-")
         groups.append(Group(sorted(own, key=lambda run: run.folder.seed), label, slug))
     return groups
 
@@ -127,21 +122,21 @@ def accuracy_by_source(group: Group) -> Drawing:
     for name, colour in zip(names, [INK, *_colours(len(names) - 1)], strict=True):
         curves = [{step: means[name] for step, means in run.accuracy.items() if name in means} for run in group.runs]
         if any(curves):
-            lines.append(_line(name, curves, colour))
-    title = _title("Accuracy over the stream, by source", group)
+            lines.append(line_of(name, curves, colour))
+    title = title_of("Accuracy over the stream, by source", group.label)
     marks = ""
     if len(group.runs) == 1 and len(group.runs[0].switches) > 1:
         places = "Upright lines" if len(group.runs[0].switches) <= MOST_LINES else "Marks at the foot"
         marks = f" {places}: the task changes."
     caption = _caption([group], "Mean accuracy of all steps so far, before they are learned from", lines) + marks
-    figure, axes = _line_axes(title, caption, lines, width=5.2)
+    figure, axes = line_axes(title, caption, lines, width=5.2)
     if marks:
         _draw_switches(axes, group.runs[0])
     _accuracy_axis(axes, lines)
-    _plot_labelled(axes, lines)
+    plot_labelled(axes, lines)
     _step_axis(axes, lines)
     columns = ("source", "steps", "accuracy_mean", "accuracy_std", "runs")
-    return Drawing(_stem("accuracy-by-source", group), figure, title, caption, columns, _line_rows(lines))
+    return Drawing(stem_of("accuracy-by-source", group.slug), figure, title, caption, columns, line_rows(lines))
 
 
 @rc_context(STYLE)
@@ -151,12 +146,12 @@ def accuracy_over_time(groups: Sequence[Group]) -> Drawing:
     lines = _group_lines(groups, curves)
     title = "Accuracy over the stream"
     caption = _caption(groups, "Mean accuracy of all steps so far, before they are learned from", lines)
-    figure, axes = _line_axes(title, caption, lines, width=4.6)
+    figure, axes = line_axes(title, caption, lines, width=4.6)
     _accuracy_axis(axes, lines)
-    _plot_labelled(axes, lines)
+    plot_labelled(axes, lines)
     _step_axis(axes, lines)
     columns = ("runs_of", "steps", "accuracy_mean", "accuracy_std", "runs")
-    return Drawing("accuracy-over-time", figure, title, caption, columns, _line_rows(lines))
+    return Drawing("accuracy-over-time", figure, title, caption, columns, line_rows(lines))
 
 
 @rc_context(STYLE)
@@ -176,20 +171,20 @@ def recovery(groups: Sequence[Group]) -> Drawing:
     caption = _caption(
         groups, "Mean accuracy in the first, second ... step of a new task, before that step is learned from", lines
     )
-    figure, axes = _line_axes(title, caption, lines)
+    figure, axes = line_axes(title, caption, lines)
     _accuracy_axis(axes, lines)
-    _plot_labelled(axes, lines, marker="o")
+    plot_labelled(axes, lines, marker="o")
     axes.set_xlabel("steps since the task changed")
     axes.set_xticks([1, *range(5, metrics.RECOVERY_STEPS + 1, 5)])
     axes.grid(visible=False, axis="x")
     columns = ("runs_of", "step_of_task", "accuracy_mean", "accuracy_std", "runs")
-    return Drawing("recovery", figure, title, caption, columns, _line_rows(lines))
+    return Drawing("recovery", figure, title, caption, columns, line_rows(lines))
 
 
 @rc_context(STYLE)
 def sparsity_over_time(group: Group) -> Drawing:
     """Figure S5: share of each layer's weights that the inner loop leaves alone; the data has biases and norm too."""
-    every = _tensor_lines([run.sparsity for run in group.runs])
+    every = tensor_lines([run.sparsity for run in group.runs])
     chosen = [line for line in every if line.name.endswith(".weight") and ".norm" not in line.name] or every
     # Colours follow depth; the head stands apart.
     shades = [to_hex(colormaps[DEPTH](place)) for place in np.linspace(0.85, 0.15, len(chosen))]
@@ -197,21 +192,21 @@ def sparsity_over_time(group: Group) -> Drawing:
         replace(line, colour=INK if line.name.startswith("head.") else shade, dashes="-")
         for line, shade in zip(chosen, shades, strict=True)
     ]
-    title = _title("Weights that cannot change, by layer", group)
+    title = title_of("Weights that cannot change, by layer", group.label)
     caption = _caption(
         [group], "Share of each layer's weights that the inner loop leaves alone, over the stream", lines
     )
-    figure, axes = _line_axes(title, caption, lines, width=4.6)
+    figure, axes = line_axes(title, caption, lines, width=4.6)
     percent_axis(axes, "y")
-    _plot_labelled(axes, lines)
+    plot_labelled(axes, lines)
     _step_axis(axes, lines)
     columns = ("tensor", "steps", "sparsity_mean", "sparsity_std", "runs")
-    return Drawing(_stem("sparsity-over-time", group), figure, title, caption, columns, _line_rows(every))
+    return Drawing(stem_of("sparsity-over-time", group.slug), figure, title, caption, columns, line_rows(every))
 
 
 def _group_lines(groups: Sequence[Group], curves: Sequence[Sequence[dict[int, float]]]) -> list[Line]:
     return [
-        _line(group.name, own, ACCENTS[number % len(ACCENTS)], "-" if number < len(ACCENTS) else DASHES)
+        line_of(group.name, own, ACCENTS[number % len(ACCENTS)], "-" if number < len(ACCENTS) else DASHES)
         for number, (group, own) in enumerate(zip(groups, curves, strict=True))
         if any(own)
     ]
@@ -230,7 +225,7 @@ def _accuracy_axis(axes: Axes, lines: Sequence[Line]) -> None:
     high = max(float((line.mean + std).max()) for line, std in zip(lines, spread, strict=True))
     margin = 0.03 * (high - low)
     axes.set_ylim(max(0.0, low - margin), min(1.0, high + margin))
-    _share_axis(axes, 0.2)
+    share_axis(axes, 0.2)
 
 
 def _step_axis(axes: Axes, lines: Sequence[Line]) -> None:
@@ -253,18 +248,4 @@ def _caption(groups: Sequence[Group], what: str, lines: Sequence[Line]) -> str:
         sources, p = streams.pop()
         about.append(f"{sources}, p = {p:g}")
     start = f"{' on '.join(about)}. " if about else ""
-    return f"{start}{what}{_of_runs(counts, band=True)}."
-
-
-def _title(what: str, group: Group) -> str:
-    return short(f"{what}: {group.label}", 76) if group.label else what
-
-
-def _stem(what: str, group: Group) -> str:
-    return f"{what}-{group.slug}" if group.slug else what
-
-
-def _value(value: object) -> str:
-    if isinstance(value, tuple):
-        return " + ".join(str(getattr(item, "label", item)) for item in value)
-    return "none" if value is None else str(value)
+    return f"{start}{what}{of_runs(counts, band=True)}."

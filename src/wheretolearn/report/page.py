@@ -3,6 +3,8 @@
 Plain strings are escaped wherever they go; only ``Html``, which these functions return, is taken as it is.
 """
 
+import base64
+import hashlib
 import html
 import io
 import math
@@ -10,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,9 +25,17 @@ THEME = {
     "ink": ("#1c2330", "#e9eaee"),
     "muted": ("#5d6675", "#a0a8b6"),
     "line": ("#e3e1db", "#333a47"),
+    # Told apart with every kind of colour vision, and by their lightness alone in print.
+    "accent1": ("#126148", "#85ebbd"),
+    "accent2": ("#e37611", "#d6440e"),
+    "accent3": ("#572f96", "#bebfef"),
+    "accent4": ("#b64c95", "#c86b96"),
+    "accent5": ("#7e5f24", "#c4ae69"),
+    "accent6": ("#2f7ff9", "#7a97fd"),
 }
-# Of middle lightness, so that each stands out from a light and from a dark card alike.
-ACCENTS = ("#168d7e", "#d0642a", "#7a68dd", "#c2477f", "#8c7a1c", "#3f7fbf")
+ACCENTS = tuple(light for name, (light, _) in THEME.items() if name.startswith("accent"))
+# Pictures of pixels cannot follow the theme: a colour that stands out from a light and from a dark card alike.
+PICTURE_INK = "#168d7e"
 
 
 class Html(str):
@@ -55,8 +66,14 @@ def element(tag: str, content: str = "", **attributes: str) -> Html:
     return Html(f"<{tag}{written}>{escaped(content)}</{tag}>")
 
 
-def page(title: str, body: str, about: str = "", footer: str = "") -> str:
-    """A whole document: light and dark, any width, no script, and a policy that forbids every request."""
+def page(title: str, body: str, about: str = "", footer: str = "", scripted: bool = False) -> str:
+    """A whole document: light and dark, any width, and a policy that forbids every request.
+
+    A ``scripted`` one sorts its tables and saves its figures; without JavaScript it shows the same.
+    """
+    script = files(__package__).joinpath("page.js").read_text(encoding="utf-8") if scripted else ""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"; script-src 'sha256-{digest}'" if script else ""
     header = join([element("h1", title), *([element("p", about, class_="lead")] if about else [])])
     parts = [element("header", header), element("main", body)]
     if footer:
@@ -67,21 +84,29 @@ def page(title: str, body: str, about: str = "", footer: str = "") -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:{allowed}">
 <link rel="icon" href="data:,">
 <title>{escaped(title)}</title>
 <style>{_css()}</style>
 </head>
 <body>
 {join(parts)}
+{f"<script>{script}</script>" if script else ""}
 </body>
 </html>
 """
 
 
-def card(heading: str, *parts: str) -> Html:
-    """A titled section on a ground of its own."""
-    return element("section", join([element("h2", heading), *parts]), class_="card")
+def card(heading: str, *parts: str, anchor: str = "") -> Html:
+    """A titled section on a ground of its own, which links can name by its anchor."""
+    place = {"id": anchor} if anchor else {}
+    return element("section", join([element("h2", heading), *parts]), class_="card", **place)
+
+
+def contents(sections: Iterable[tuple[str, str]]) -> Html:
+    """Links to the cards of a page, by anchor and heading."""
+    links = join(element("a", heading, href=f"#{anchor}") for anchor, heading in sections)
+    return element("nav", links, class_="contents", aria_label="Contents")
 
 
 def tiles(items: Sequence[Tile]) -> Html:
@@ -94,10 +119,15 @@ def _tile(item: Tile) -> Html:
     lines = [element("p", item.label, class_="label"), element("p", item.value, class_="value")]
     if item.note:
         lines.append(element("p", item.note, class_="note"))
-    return element("div", join(lines), class_="tile", style=f"--accent: {item.accent}")
+    return element("div", join(lines), class_="tile", style=f"--accent: {themed(item.accent)}")
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Html:
+def value(text: str, key: float | str) -> Html:
+    """A table's cell that is sorted by something else than its text."""
+    return element("data", text, value=f"{key:.9g}" if isinstance(key, float) else str(key))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", sortable: bool = False) -> Html:
     """The first cell of each row is its header. A wide table scrolls by itself, not the page."""
     columns = join(element("th", name, scope="col") for name in header)
     lines = [
@@ -107,7 +137,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "
     parts = [element("caption", caption)] if caption else []
     if any(header):
         parts.append(element("thead", element("tr", columns)))
-    return element("div", element("table", join([*parts, element("tbody", join(lines))])), class_="scroll")
+    kind = {"class": "sortable"} if sortable else {}
+    whole = element("table", join([*parts, element("tbody", join(lines))]), **kind)
+    # Whoever has no mouse scrolls with the arrow keys, which takes focus.
+    return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption or "Table")
 
 
 def figure(drawings: Sequence[str], caption: str, wide: bool = False, legend: str = "") -> Html:
@@ -119,7 +152,7 @@ def figure(drawings: Sequence[str], caption: str, wide: bool = False, legend: st
 
 def method_name(name: str, accent: str, about: str = "") -> Html:
     """A method's name beside a spot of its colour, and one line about it."""
-    spot = element("span", class_="spot", style=f"--accent: {accent}", aria_hidden="true")
+    spot = element("span", class_="spot", style=f"--accent: {themed(accent)}", aria_hidden="true")
     return join([spot, name, *([element("span", about, class_="about")] if about else [])])
 
 
@@ -128,12 +161,33 @@ def details(summary: str, content: str) -> Html:
     return element("details", join([element("summary", summary), content]))
 
 
-def figure_svg(drawing: "Figure", label: str) -> Html:
-    """A matplotlib figure as inline SVG: the page's fonts and colours, text as text, ``label`` for screen readers."""
+def download(name: str, content: str, kind: str, text: str) -> Html:
+    """A link that saves a file which the page itself carries."""
+    held = f"data:{kind};base64,{base64.b64encode(content.encode()).decode()}"
+    return element("a", text, href=held, download=name)
+
+
+def save_button(name: str) -> Html:
+    """Saves the drawing of the figure it stands in; without JavaScript it does not show."""
+    return element("button", "Save drawing", class_="save", type="button", hidden="", data_name=name)
+
+
+def themed(text: str) -> str:
+    """Text in which the theme's light colours follow the reader's theme."""
+    for name, (light, _) in THEME.items():
+        text = text.replace(light, f"var(--{name})")
+    return text
+
+
+def figure_svg(drawing: "Figure", label: str, salt: str = "") -> Html:
+    """A matplotlib figure as inline SVG: the page's fonts and colours, text as text, ``label`` for screen readers.
+
+    Figures of one page that share a label need a ``salt`` of their own, to keep their parts apart.
+    """
     import matplotlib
 
     text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}), warnings.catch_warnings():
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt + label}), warnings.catch_warnings():
         # The browser sets the text, so it matters little if matplotlib's font lacks a letter.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         drawing.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -152,9 +206,7 @@ def _adapt_svg(svg: str, label: str) -> str:
     referred = set(re.findall(r'(?:href="|url\()#([\w.-]+)', svg))
     svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in referred else "", svg)
     svg = re.sub(r"\s*\n\s*", " ", svg)
-    for name, (light, _) in THEME.items():
-        svg = svg.replace(light, f"var(--{name})")
-    return f'<svg {view[0]} role="img" aria-label="{html.escape(label)}">{svg.strip()}'
+    return f'<svg {view[0]} role="img" aria-label="{html.escape(label)}">{themed(svg.strip())}'
 
 
 def percent(share: float) -> str:
@@ -198,6 +250,8 @@ p { margin: 0 0 12px; max-width: 70ch }
 .card, .tile { background: var(--card); border: 1px solid var(--line); border-radius: 14px }
 .card { padding: 28px; margin: 24px 0 }
 .card > p { color: var(--muted); font-size: 15px }
+.contents { display: flex; flex-wrap: wrap; gap: 6px 18px; font-size: 15px; margin: 20px 0 }
+a { color: inherit; text-decoration-color: var(--muted); text-underline-offset: 3px }
 .legend { min-width: 0; display: flex; flex-wrap: wrap; gap: 4px 20px; font-size: 14px; font-weight: 600 }
 .legend > * { min-width: 0 }
 .tiles { display: grid; grid-template-columns: repeat(var(--columns), minmax(0, 1fr)); gap: 16px; margin: 24px 0 }
@@ -217,7 +271,17 @@ tbody tr:last-child > * { border-bottom: 0 }
 thead th { font-size: 13px; font-weight: 600; color: var(--muted); white-space: nowrap }
 tbody th { font-weight: 600; max-width: 30em }
 th:has(.about) { min-width: 11em }
-.nowrap { white-space: nowrap }
+.sortable button { all: unset; cursor: pointer; padding: 6px 0; margin: -6px 0 }
+.sortable button::after { content: "\\2195"; opacity: .55; padding-left: 5px }
+.sortable [aria-sort=ascending] button::after { content: "\\2191"; opacity: 1 }
+.sortable [aria-sort=descending] button::after { content: "\\2193"; opacity: 1 }
+button:focus-visible, a:focus-visible, summary:focus-visible, .scroll:focus-visible {
+  outline: 2px solid var(--accent6); outline-offset: 2px }
+.tools { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 14px; margin: 8px 0 0 }
+.tools button { all: unset; cursor: pointer; text-decoration: underline; text-underline-offset: 3px;
+  text-decoration-color: var(--muted) }
+.tools button[hidden] { display: none }
+.nowrap, data { white-space: nowrap }
 .spot { display: inline-block; width: 11px; height: 11px; border-radius: 50%; background: var(--accent);
   margin-right: 4px }
 .about { display: block; font-weight: 400; font-size: 14px; color: var(--muted); padding-left: 19px }
@@ -242,5 +306,5 @@ footer { color: var(--muted); font-size: 14px; padding-top: 8px; padding-bottom:
   .tile { padding: 12px 14px }
   .tile .value { font-size: 28px }
 }
-@media print { body { background: none } .card, .tile { break-inside: avoid } }
+@media print { body { background: none } .tile, figure, tr { break-inside: avoid } .tools, .contents { display: none } }
 """

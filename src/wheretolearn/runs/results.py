@@ -1,16 +1,17 @@
 """Result records: a measured number, all that is needed to judge and repeat it, and the paper's beside it."""
 
 import math
+import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from wheretolearn.config import from_dict, to_dict
+from wheretolearn.config import differences, from_dict, to_dict, toml_text
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
@@ -120,6 +121,62 @@ def save(record: ResultRecord, folder: str | PathLike[str]) -> Path:
     path = folder / f"{_slug(record.name)}.{_slug(record.metric)}.json"
     write_json(path, to_dict(record) | _computed(record))
     return path
+
+
+def check_savable(records: Sequence[ResultRecord], folder: Path, incidental: Set[str]) -> None:
+    """Refuse a folder that cannot be written to, or whose records hold seeds or other settings that would be lost.
+
+    Settings that are ``incidental`` may differ, and so may those that came or went between two versions.
+    """
+    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"cannot write records to {folder}: {parent} cannot be written to; choose another folder")
+    present = {(record.name, record.metric): record for record in load_all(folder)}
+    for record in records:
+        older = present.get((record.name, record.metric))
+        if older is None:
+            continue
+        there, here = older.config, record.config
+        changed = [
+            f"{name}={toml_text(there[name])} there, {toml_text(here[name])} here"
+            for name in here
+            if name in there and name not in incidental and there[name] != here[name]
+        ]
+        if changed:
+            raise UserError(
+                f"{folder} holds a record of {record.name}, {record.metric}, with other settings: "
+                f"{'; '.join(changed)}. Choose another folder, or delete that record"
+            )
+        lost = [str(seed) for seed in older.seeds if seed not in record.seeds]
+        if lost:
+            raise UserError(
+                f"{folder} holds a record of {record.name}, {record.metric}, with seeds that these runs lack: "
+                f"{', '.join(lost)}; evaluate all seeds together, delete that record, or choose another folder"
+            )
+
+
+def save_records(records: Sequence[ResultRecord], folder: Path, incidental: Set[str]) -> list[Path]:
+    """Write records, all of them or none where one must not be written."""
+    check_savable(records, folder, incidental)
+    return [save(record, folder) for record in records]
+
+
+def check_seeds(runs: Sequence[RunFolder]) -> None:
+    """Runs of the same settings are a sample only if their seeds differ."""
+    seeds: dict[int, Path] = {}
+    for run in runs:
+        if run.seed in seeds:
+            raise ConfigError(f"{seeds[run.seed]} and {run.path} have the same seed {run.seed}: one is enough")
+        seeds[run.seed] = run.path
+
+
+def check_alike(runs: Sequence[RunFolder], settings_of: Callable[[RunFolder], object]) -> None:
+    """Runs make one record only if they differ in nothing but their seeds."""
+    first = runs[0]
+    for run in runs:
+        if changed := differences(settings_of(first), settings_of(run)).values():
+            raise ConfigError(f"{first.path} and {run.path} differ in {', '.join(changed)}: record them apart")
+    check_seeds(runs)
 
 
 def load_all(folder: str | PathLike[str]) -> list[ResultRecord]:

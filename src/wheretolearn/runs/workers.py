@@ -5,6 +5,7 @@ A worker process ends by itself, after saving, when its parent is gone, however 
 
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,8 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
+import torch
+
 from wheretolearn.cpu import keep_freed_memory
 from wheretolearn.errors import NonFiniteError, Stopped, UserError
+from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
 from wheretolearn.storage import from_json, to_json
 
@@ -33,6 +37,83 @@ class Outcome:
     finished: tuple[str, ...]
     stopped: tuple[str, ...]
     failed: dict[str, UserError]
+
+
+def train_in_workers(
+    module: str,
+    shares: Sequence[Sequence[RunFolder]],
+    report: Callable[[RunFolder, int, Mapping[str, Any]], None],
+    *,
+    finished: Callable[[RunFolder], bool],
+    options: Sequence[str] = (),
+    at_once: int,
+    threads: int,
+    notify: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] | None = None,
+    failed: Mapping[RunFolder, UserError] | None = None,
+) -> None:
+    """Take runs to their ends, those of each share in a process of ``module``, which gets options and run folders.
+
+    A process tells about one of several runs by its path in the values, as ``run``; without it, about all it has.
+    What fails does not keep the others from their ends; the error comes last, with the runs that ``failed`` before.
+    """
+    names = {", ".join(str(run.path) for run in share): share for share in shares}
+    by_path = {str(run.path): run for share in shares for run in share}
+    for run in by_path.values():
+        run.lock()  # until its worker takes over: nobody else shall train a run that waits
+
+    def update(name: str, step: int, values: Mapping[str, Any]) -> None:
+        told = dict(values)
+        one = told.pop("run", None)
+        for run in names[name] if one is None else [by_path[one]]:
+            report(run, step, told)
+
+    def let_go(name: str) -> None:
+        for run in names[name]:
+            run.close()
+
+    outcome = run_workers(
+        {name: [module, *options, *(str(run.path) for run in share)] for name, share in names.items()},
+        at_once=at_once,
+        threads=threads,
+        update=update,
+        notify=notify,
+        on_stop=on_stop,
+        on_start=let_go,
+    )
+    for run in by_path.values():
+        run.close()
+    errors = dict(failed or {})
+    for name, error in outcome.failed.items():
+        errors |= {run: error for run in names[name] if not finished(run)}
+    # A worker that was about to end when it was told to stop may have finished all the same.
+    left = [run for name in outcome.stopped for run in names[name] if not finished(run)]
+    if left:
+        raise stopped(f"stopped {len(left)} runs and saved them", left, errors)
+    if errors:
+        raise failure(errors, of=len(by_path) + len(failed or {}))
+
+
+def failure(errors: Mapping[RunFolder, UserError], of: int) -> UserError:
+    """One error for all the runs that failed, with the exit code of the first."""
+    first = next(iter(errors.values()))
+    if of == 1:
+        return first
+    return type(first)("\n".join([f"{len(errors)} of {of} runs failed:", *_by_error(errors)]))
+
+
+def stopped(what: str, left: Sequence[RunFolder], errors: Mapping[RunFolder, UserError] | None = None) -> Stopped:
+    """Tells the command that resumes the runs that are left, and the runs that failed."""
+    command = shlex.join(["wheretolearn", "resume", *(str(run.path) for run in left)])
+    return Stopped("\n".join([f"{what}; go on with `{command}`", *_by_error(errors or {}, " failed")]))
+
+
+def _by_error(errors: Mapping[RunFolder, UserError], words: str = "") -> list[str]:
+    """Each error with its run, or with all runs that share it: lanes of one process, or one pre-training."""
+    paths: dict[UserError, list[str]] = {}  # by identity, as errors compare
+    for run, error in errors.items():
+        paths.setdefault(error, []).append(str(run.path))
+    return [f"{', '.join(own)}{words}: {error}" for error, own in paths.items()]
 
 
 def run_workers(
@@ -179,6 +260,7 @@ class Teller:
 def work(job: Callable[[Teller], None]) -> None:
     """What a worker's module does as its main program: the job, then an exit code that the parent understands."""
     keep_freed_memory()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as the parent wants
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
         job(Teller())

@@ -2,17 +2,18 @@
 
 The weights in use, phi, go on adapting to each batch for as long as the task seems to stay the same. When adapting
 lowers the loss of a batch by more than a threshold, the task must have changed: the batches kept since the last time
-make one meta-update of theta and mask, and the next adaptation starts from theta again.
+make one meta-update of theta and mask, and phi starts from theta again.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from wheretolearn.engine.compiled import CompiledArithmetic
-from wheretolearn.engine.graphed import Arithmetic, Job, JobGradient, batched
+from wheretolearn.engine.graphed import Job, JobGradient, batched
 from wheretolearn.errors import ConfigError, NonFiniteError
 from wheretolearn.masks import GradientMask
 from wheretolearn.online.learners.base import OnlineLearner
@@ -23,12 +24,15 @@ from wheretolearn.online.learners.network import (
     Tensors,
     adam,
     adapted,
+    arithmetic_for,
     copied,
     copy_back,
     copy_into,
     optimizer_tensors,
     under,
 )
+
+Restart = Literal["at once", "next batch"]
 
 
 class CMAML(OnlineLearner):
@@ -37,6 +41,8 @@ class CMAML(OnlineLearner):
     - ``switch_margin``: by how much adapting must lower the loss of a batch to mean a new task (lambda).
     - ``update_scale``: a meta-update counts 1 - exp(-update_scale * its loss) (gamma of update modulation).
     - ``buffer``: more batches than this make a meta-update without a switch.
+    - ``restart``: phi starts anew with the batch that gave the switch away, as the papers write it, or with the next
+      one, as the published code does.
     - ``pairs_at_once``: of a meta-update's independent support/query pairs; changes memory, not results.
     """
 
@@ -52,8 +58,8 @@ class CMAML(OnlineLearner):
         switch_margin: float,
         update_scale: float,
         buffer: int = 100,
+        restart: Restart = "at once",
         pairs_at_once: int = 10,
-        arithmetic: Arithmetic | None = None,
     ):
         if not mask.elementwise:
             raise ConfigError(f"online learners take masks with one factor per weight, not {mask.kind!r}")
@@ -64,10 +70,9 @@ class CMAML(OnlineLearner):
             )
         self.mask, self.inner_steps, self.inner_lr = mask, inner_steps, inner_lr
         self.switch_margin, self.update_scale = switch_margin, update_scale
-        self.buffer_limit, self.pairs_at_once = buffer, pairs_at_once
-        self.network = Network(model)
-        self.arithmetic: Arithmetic = arithmetic or CompiledArithmetic(model, compiled=False)
-        self.theta = self.network.start()
+        self.buffer_limit, self.pairs_at_once, self.restart = buffer, pairs_at_once, restart
+        self.arithmetic = arithmetic_for(model)
+        self.theta = Network(model).start()
         self.phi = {name: self.theta[name].clone() for name in mask.names}
         self.buffer = BatchBuffer(buffer + 1)
         self.optimizer = adam((self.theta, lr), (mask.raw, mask_lr))
@@ -77,20 +82,32 @@ class CMAML(OnlineLearner):
     def detected(self) -> bool:
         return self._detected
 
+    @property
+    def starts_anew(self) -> bool:
+        """Whether the next adaptation starts from theta instead of the weights in use."""
+        return self._detected and self.restart == "next batch"
+
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
-        return self.network.logits({**self.theta, **self.phi}, inputs)
+        return self.arithmetic.logits({**self.theta, **self.phi}, inputs)
 
     @torch.no_grad()
     def observe(self, inputs: Tensor, labels: Tensor) -> None:
         in_use = {**self.theta, **self.phi}
-        loss_before = self.network.loss(in_use, inputs, labels)
-        phi, loss_after = self.adapt(self.theta if self._detected else in_use, inputs, labels)
-        before, after = torch.stack([loss_before, loss_after]).tolist()  # the step's one wait for the device
+        phi = self.adapt(self.theta if self.starts_anew else in_use, inputs, labels)
+        logits = [self.arithmetic.logits(weights, inputs) for weights in (in_use, {**self.theta, **phi})]
+        losses = torch.stack([F.cross_entropy(own, labels) for own in logits])
+        before, after = losses.tolist()  # the step's one wait for the device
         self.check_finite(before, after)
         copy_into(self.phi, phi)
         if self.conclude(before, after, inputs, labels):
             self.meta_update()
+        if self._detected and self.restart == "at once":
+            copy_into(self.phi, self.adapt(self.theta, inputs, labels))
+
+    def adapt(self, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensors:
+        """The weights that move, after the inner steps on a batch."""
+        return adapted(self.arithmetic, weights, self.rates(), inputs, labels, self.inner_steps)
 
     def check_finite(self, before: float, after: float) -> None:
         if not math.isfinite(before + after):
@@ -109,10 +126,6 @@ class CMAML(OnlineLearner):
 
     def rates(self) -> Tensors:
         return {name: multiplier * self.inner_lr for name, multiplier in self.mask.multipliers().items()}
-
-    def adapt(self, weights: Tensors, inputs: Tensor, labels: Tensor) -> tuple[Tensors, Tensor]:
-        """Weights after the inner steps on a batch, and the loss there."""
-        return adapted(self.arithmetic, weights, self.rates(), inputs, labels, self.inner_steps)
 
     @torch.no_grad()
     def meta_update(self) -> None:

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from wheretolearn import masks
-from wheretolearn.engine.compiled import CompiledArithmetic
-from wheretolearn.engine.graphed import Arithmetic
 from wheretolearn.masks import Select
 from wheretolearn.online.learners.base import OnlineLearner
-from wheretolearn.online.learners.network import Network, adapted, copied, copy_back, copy_into
+from wheretolearn.online.learners.network import Network, adapted, arithmetic_for, copied, copy_back, copy_into
 
 
 class MAML(OnlineLearner):
@@ -23,21 +21,19 @@ class MAML(OnlineLearner):
         inner_steps: int,
         inner_lr: float,
         select: Select = "all",
-        arithmetic: Arithmetic | None = None,
     ):
-        self.network, self.inner_steps = Network(model), inner_steps
-        self.arithmetic: Arithmetic = arithmetic or CompiledArithmetic(model, compiled=False)
+        self.arithmetic, self.inner_steps = arithmetic_for(model), inner_steps
         self.rates = {name: one * inner_lr for name, one in masks.fixed(model, select).multipliers().items()}
-        self.theta = self.network.start()
+        self.theta = Network(model).start()
         self.phi = {name: self.theta[name].clone() for name in self.rates}
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
-        return self.network.logits({**self.theta, **self.phi}, inputs)
+        return self.arithmetic.logits({**self.theta, **self.phi}, inputs)
 
     @torch.no_grad()
     def observe(self, inputs: Tensor, labels: Tensor) -> None:
-        phi, _ = adapted(self.arithmetic, self.theta, self.rates, inputs, labels, self.inner_steps)
+        phi = adapted(self.arithmetic, self.theta, self.rates, inputs, labels, self.inner_steps)
         copy_into(self.phi, phi)
 
     def state(self) -> dict[str, Tensor]:

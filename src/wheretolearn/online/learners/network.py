@@ -9,7 +9,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from wheretolearn import batch_norm
-from wheretolearn.engine.graphed import Arithmetic, Job
+from wheretolearn.engine import conv4_cpu
+from wheretolearn.engine.compiled import CompiledArithmetic
+from wheretolearn.engine.conv4_cpu import Conv4OnCPU
+from wheretolearn.engine.graphed import Job
 from wheretolearn.engine.task import Task
 
 Tensors = dict[str, Tensor]
@@ -42,13 +45,19 @@ def gradients(loss: Callable[[Tensors], Tensor], weights: Tensors) -> Tensors:
     return dict(zip(leaves, values, strict=True))
 
 
+LearnerArithmetic = Conv4OnCPU | CompiledArithmetic
+
+
+def arithmetic_for(model: nn.Module) -> LearnerArithmetic:
+    """The fastest one for a learner by itself; lanes on a GPU have their own."""
+    return Conv4OnCPU(model) if conv4_cpu.supports(model) else CompiledArithmetic(model, compiled=False)
+
+
 def adapted(
-    arithmetic: Arithmetic, weights: Tensors, rates: Tensors, inputs: Tensor, labels: Tensor, steps: int
-) -> tuple[Tensors, Tensor]:
-    """What inner steps on a batch make of the weights that have rates, and the batch's loss after them."""
-    job = Job(weights, rates, Task(inputs, labels, inputs, labels))  # as its own query, the batch shows the loss after
-    (result,) = arithmetic.meta_gradients([job], steps)
-    return {name: weights[name] - rate * result.inner_sum[name] for name, rate in rates.items()}, result.loss
+    arithmetic: LearnerArithmetic, weights: Tensors, rates: Tensors, inputs: Tensor, labels: Tensor, steps: int
+) -> Tensors:
+    """What inner steps on a batch make of the weights that have rates."""
+    return arithmetic.adapted(Job(weights, rates, Task(inputs, labels, inputs, labels)), steps)
 
 
 def adam(*groups: tuple[Tensors, float]) -> torch.optim.Adam:

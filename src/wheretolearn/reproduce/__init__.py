@@ -1,0 +1,1 @@
+"""Running the paper's tables and figures: what is recorded, what is missing, and how it compares."""
