@@ -17,11 +17,28 @@ from wheretolearn.fewshot import training as fewshot_training
 from wheretolearn.online import training as online_training
 from wheretolearn.presets import Paper, list_presets
 from wheretolearn.runs.folder import MAX_SEED, RunFolder, check_free
+from wheretolearn.runs.tensorboard import check_installed
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; small networks are fastest with 1.", min=1)]
 Workers = Annotated[
     int | None, typer.Option(help="Processes for several runs on a CPU; default: as many as there are cores.", min=1)
+]
+
+
+def _check_tensorboard(wanted: bool) -> bool:
+    if wanted:
+        check_installed()
+    return wanted
+
+
+TensorBoard = Annotated[
+    bool,
+    typer.Option(
+        "--tensorboard",
+        callback=_check_tensorboard,
+        help="Write event files for TensorBoard into the run's folder, also after `resume`.",
+    ),
 ]
 
 _FINISHED = {

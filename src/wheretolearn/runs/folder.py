@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs import environment
+from wheretolearn.runs.tensorboard import EventFiles
 from wheretolearn.storage import atomic_write, from_json, read_json, remove_leftovers, to_json, write_json
 
 if sys.platform != "win32":
@@ -34,6 +35,7 @@ class RunFolder:
         self.info: dict[str, Any] = {}
         self._lock_file: BinaryIO | None = None
         self._metrics_file: FileIO | None = None
+        self._events: EventFiles | None = None
 
     @classmethod
     def create(
@@ -44,10 +46,12 @@ class RunFolder:
         protocol: str,
         preset: str | None = None,
         scale: str | None = None,
+        tensorboard: bool = False,
     ) -> "RunFolder":
         """Start a run in a new or empty folder and write run.json before anything else.
 
         ``preset`` names the preset that the config came from, and ``scale`` the one it was taken at.
+        With ``tensorboard`` the run writes event files too, now and whenever it is resumed.
         """
         if not 0 <= seed <= MAX_SEED:
             raise ConfigError(f"a seed lies between 0 and {MAX_SEED}, not {seed}")
@@ -72,6 +76,7 @@ class RunFolder:
                 "hardware": environment.hardware(),
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
                 "argv": list(sys.argv),
+                "tensorboard": tensorboard,
             }
             write_json(run.path / _INFO, run.info)
         except BaseException:
@@ -97,6 +102,8 @@ class RunFolder:
         for name in ("preset", "scale"):
             if not isinstance(run.info.get(name), str | None):
                 raise UserError(f"{file} is damaged: its {name} cannot be {run.info[name]!r}")
+        if type(run.info.get("tensorboard", False)) is not bool:
+            raise UserError(f"{file} is damaged: its tensorboard cannot be {run.info['tensorboard']!r}")
         return run
 
     @property
@@ -119,6 +126,11 @@ class RunFolder:
     @property
     def scale(self) -> str | None:
         return self.info.get("scale")
+
+    @property
+    def tensorboard(self) -> bool:
+        """Whether the run writes event files for TensorBoard."""
+        return bool(self.info.get("tensorboard"))
 
     def lock(self) -> None:
         """Become the run's only writer, or fail at once; does nothing when this object already is."""
@@ -149,12 +161,16 @@ class RunFolder:
     def log(self, step: int, **values: object) -> None:
         """Append one record to the metrics; numbers, strings, and lists or dicts of them."""
         line = to_json({"step": step, **values}).encode() + b"\n"
+        if self.tensorboard and self._events is None:
+            self._begin_events()
         try:
             if self._metrics().write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._close_metrics()  # opening it again cuts off what was half written
             raise UserError(f"cannot write {self.path / _METRICS}: {error.strerror}") from error
+        if self._events is not None:
+            self._events.add(from_json(line))
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records so far, oldest first; a last line that a crash cut short is left out."""
@@ -167,13 +183,18 @@ class RunFolder:
         kept = [line for n, line in enumerate(self._lines(), start=1) if self._parse(n, line)["step"] <= step]
         with atomic_write(self.path / _METRICS) as file:
             file.writelines(kept)
+        if self.tensorboard:
+            self._begin_events()
 
     def close(self) -> None:
         """Let go of the files and the lock."""
         self._close_metrics()
-        if self._lock_file is not None:
-            self._lock_file.close()
-            self._lock_file = None
+        try:
+            self._close_events()
+        finally:
+            if self._lock_file is not None:
+                self._lock_file.close()
+                self._lock_file = None
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -199,6 +220,17 @@ class RunFolder:
         if self._metrics_file is not None:
             self._metrics_file.close()
             self._metrics_file = None
+
+    def _begin_events(self) -> None:
+        """Event files anew, with all records so far: whatever a kill left in them is gone."""
+        self.lock()
+        self._close_events()
+        self._events = EventFiles(self.path, self.info["started"], self.metrics())
+
+    def _close_events(self) -> None:
+        if self._events is not None:
+            closing, self._events = self._events, None
+            closing.close()
 
     def _lines(self) -> list[bytes]:
         """The complete lines: one without its newline was torn by a crash."""
