@@ -28,6 +28,7 @@ STREAM = "aaabcdddaaaAAAAbbbcc"
 # one, a lone batch, an even buffer, a switch that goes unnoticed (A), a full buffer, an empty one, an odd one.
 EVENTS = [(True, 3), (True, 0), (True, 1), (False, 0), (False, 1), (True, 2), (False, 0), (False, 1)]
 EVENTS += [(False, 2), (False, 3), (False, 4), (False, 5), (True, 0), (False, 1), (False, 2), (True, 3), (False, 0)]
+RESTARTS = ["at once", "next batch"]
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 OTHER = "bbbbbbcccaaadddddbba"  # as long as STREAM, with switches at other steps
@@ -82,8 +83,8 @@ class Adam:
 class Transcription:
     """The algorithm step by step, with nothing clever in it. ``raw`` names the weights that the inner loop moves."""
 
-    def __init__(self, model, variant, raw):
-        self.model, self.rate = model, RATES[variant]
+    def __init__(self, model, variant, raw, restart):
+        self.model, self.rate, self.restart = model, RATES[variant], restart
         self.theta = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.raw = {name: m.clone() for name, m in raw.items()}
         self.learned = variant != "c-maml-fixed"
@@ -103,9 +104,7 @@ class Transcription:
 
     def observe(self, batch):
         before = self.loss({**self.theta, **self.phi}, batch).item()
-        start = {name: self.theta[name] for name in self.phi} if self.flagged else self.phi
-        start = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
-        self.phi = {name: p.detach() for name, p in self.adapt(self.theta, start, self.raw, batch).items()}
+        self.phi = self.adapted(self.theta if self.flagged and self.restart == "next batch" else self.phi, batch)
         after = self.loss({**self.theta, **self.phi}, batch).item()
         self.flagged = after + MARGIN <= before
         self.events.append((self.flagged, len(self.kept)))
@@ -114,6 +113,12 @@ class Transcription:
             self.kept = []
         else:
             self.kept.append(batch)
+        if self.flagged and self.restart == "at once":
+            self.phi = self.adapted(self.theta, batch)
+
+    def adapted(self, start, batch):
+        start = {name: start[name].clone().requires_grad_() for name in self.phi}
+        return {name: p.detach() for name, p in self.adapt(self.theta, start, self.raw, batch).items()}
 
     def meta_update(self):
         if len(self.kept) == 1:
@@ -147,13 +152,14 @@ def learner_of(variant, model, select="all", **settings):
     return CMAML(model, mask, **chosen | settings)
 
 
+@pytest.mark.parametrize("restart", RESTARTS)
 @pytest.mark.parametrize("variant", RATES)
-def test_twenty_steps_equal_the_transcription(variant):
+def test_twenty_steps_equal_the_transcription(variant, restart):
     model = network()
     # Batch norm's scale and shift stay out of the inner loop, so that there are weights that only theta has.
-    learner = learner_of(variant, model, select=masks.without_batch_norm(model))
+    learner = learner_of(variant, model, select=masks.without_batch_norm(model), restart=restart)
     raw = learner.mask.raw or {name: torch.zeros(()) for name in learner.mask.names}
-    oracle = Transcription(model, variant, raw)
+    oracle = Transcription(model, variant, raw, restart)
     mask_before = {name: m.clone() for name, m in learner.mask.raw.items()}
     for inputs, labels in batches(STREAM):
         expected = functional_call(model, {**oracle.theta, **oracle.phi}, (inputs,))
@@ -248,7 +254,9 @@ def test_settings_that_cannot_work_are_refused():
 
 
 def learners(variant, device, dtype=torch.float64):
-    return [learner_of(variant, network(dtype).to(device), mask_lr=rate) for rate in (0.03, 0.1)]
+    """Two that differ in a rate and in how they start anew."""
+    both = zip((0.03, 0.1), RESTARTS, strict=True)
+    return [learner_of(variant, network(dtype).to(device), mask_lr=rate, restart=restart) for rate, restart in both]
 
 
 def streams(device, dtype=torch.float64):

@@ -34,6 +34,7 @@ class CMAMLLanes:
         self.losses = torch.zeros((lanes, 2), device=self.device)  # before and after adapting
         self.theta = {name: tensor.clone() for name, tensor in first.theta.items()}  # of the lane that meta-updates
         self.rates = {name: torch.zeros_like(self.theta[name]) for name in first.mask.names}
+        self.restarted = {name: torch.zeros_like(rate) for name, rate in self.rates.items()}
         self.sums = PairSums(self.theta, first.mask.names)
         self._inputs: Tensor | None = None  # [lanes, ...]: the batches, where graphs read them
         self._labels: Tensor | None = None
@@ -48,7 +49,7 @@ class CMAMLLanes:
         ``failed`` then holds errors by lane, where losses were not finite: such a lane cannot go on.
         """
         inputs, labels = self._slots(batches)
-        self.from_theta.copy_(torch.tensor([learner.detected for learner in self.learners]))
+        self.from_theta.copy_(torch.tensor([learner.starts_anew for learner in self.learners]))
         everything = [tensor for learner in self.learners for tensor in learner.phi.values()]
         self._run("look", lambda: self._look(inputs, labels), everything)
         self.failed.clear()
@@ -60,6 +61,8 @@ class CMAMLLanes:
             else:
                 if learner.conclude(before, after, *batches[lane]):
                     self._meta_update(learner)
+                if learner.detected and learner.restart == "at once":
+                    self._restart(learner, inputs[lane], labels[lane])
         return self.right.clone()
 
     def _look(self, inputs: Tensor, labels: Tensor) -> None:
@@ -86,10 +89,7 @@ class CMAMLLanes:
         tasks = list(learner.buffer.tasks())
         for tensor in self.sums.tensors():
             tensor.zero_()
-        for name, tensor in learner.theta.items():
-            self.theta[name].copy_(tensor)
-        for name, rate in learner.rates().items():
-            self.rates[name].copy_(rate)
+        self._take_over(learner)
         while tasks:
             size = next(size for size in PAIRS_AT_ONCE if size <= len(tasks))
             for slot, task in zip(self._pair_slots(tasks[0]), tasks[:size], strict=False):
@@ -100,6 +100,28 @@ class CMAMLLanes:
         moved = [*learner.theta.values(), *learner.mask.raw.values(), *optimizer_tensors(learner.optimizer).values()]
         self._run(("take step", id(learner)), lambda: learner.take_step(self.sums), moved)
         learner.buffer.clear()
+
+    def _restart(self, learner: CMAML, inputs: Tensor, labels: Tensor) -> None:
+        """Adapt to the batch from theta, as it is now."""
+        self._take_over(learner)
+        (slot, *_) = self._pair_slots(Task(inputs, labels, inputs, labels))
+        for part, value in (("support_inputs", inputs), ("support_labels", labels)):
+            getattr(slot, part).copy_(value)
+            getattr(slot, part.replace("support", "query")).copy_(value)
+        self._run("restart", self._adapt_from_theta, list(self.restarted.values()))
+        for name, phi in learner.phi.items():
+            phi.copy_(self.restarted[name])
+
+    def _adapt_from_theta(self) -> None:
+        (result,) = self.arithmetic.meta_gradients([Job(self.theta, self.rates, self._pairs[0])], self.inner_steps)
+        for name, restarted in self.restarted.items():
+            restarted.copy_(self.theta[name] - self.rates[name] * result.inner_sum[name])
+
+    def _take_over(self, learner: CMAML) -> None:
+        for name, tensor in learner.theta.items():
+            self.theta[name].copy_(tensor)
+        for name, rate in learner.rates().items():
+            self.rates[name].copy_(rate)
 
     def _add_pairs(self, size: int) -> None:
         jobs = [Job(self.theta, self.rates, task) for task in self._pairs[:size]]

@@ -11,6 +11,7 @@ from wheretolearn.config import setting
 from wheretolearn.engine.graphed import Precision
 from wheretolearn.errors import ConfigError
 from wheretolearn.online.learners.bgd_inner import Order
+from wheretolearn.online.learners.c_maml import Restart
 
 LearnerKind = Literal[
     "online-adam",
@@ -74,6 +75,7 @@ class OnlineConfig:
     )
     switch_margin: float = setting(3.0, "c-maml: by how much adapting must lower the loss to mean a new task (lambda)")
     update_scale: float = setting(1000.0, "c-maml: a meta-update counts 1 - exp(-update_scale * its loss) (gamma_um)")
+    restart: Restart = setting("at once", "c-maml: which batch is the first to start from theta after a switch")
     buffer: int = setting(100, "c-maml: more batches than this make a meta-update without a new task")
 
     mean_eta: float = setting(10.0, "bgd and its kin: learning rate of the means")

@@ -7,6 +7,7 @@ make one meta-update of theta and mask, and the next adaptation starts from thet
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ from wheretolearn.online.learners.network import (
     under,
 )
 
+Restart = Literal["at once", "next batch"]
+
 
 class CMAML(OnlineLearner):
     """``mask`` makes the variant, see ``c_maml_masks.py``. Weights that it does not cover are theta's at all times.
@@ -52,6 +55,7 @@ class CMAML(OnlineLearner):
         switch_margin: float,
         update_scale: float,
         buffer: int = 100,
+        restart: Restart = "at once",
         pairs_at_once: int = 10,
         arithmetic: Arithmetic | None = None,
     ):
@@ -64,7 +68,7 @@ class CMAML(OnlineLearner):
             )
         self.mask, self.inner_steps, self.inner_lr = mask, inner_steps, inner_lr
         self.switch_margin, self.update_scale = switch_margin, update_scale
-        self.buffer_limit, self.pairs_at_once = buffer, pairs_at_once
+        self.buffer_limit, self.pairs_at_once, self.restart = buffer, pairs_at_once, restart
         self.network = Network(model)
         self.arithmetic: Arithmetic = arithmetic or CompiledArithmetic(model, compiled=False)
         self.theta = self.network.start()
@@ -77,6 +81,11 @@ class CMAML(OnlineLearner):
     def detected(self) -> bool:
         return self._detected
 
+    @property
+    def starts_anew(self) -> bool:
+        """Whether the next adaptation starts from theta instead of the weights in use."""
+        return self._detected and self.restart == "next batch"
+
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
         return self.network.logits({**self.theta, **self.phi}, inputs)
@@ -85,12 +94,14 @@ class CMAML(OnlineLearner):
     def observe(self, inputs: Tensor, labels: Tensor) -> None:
         in_use = {**self.theta, **self.phi}
         loss_before = self.network.loss(in_use, inputs, labels)
-        phi, loss_after = self.adapt(self.theta if self._detected else in_use, inputs, labels)
+        phi, loss_after = self.adapt(self.theta if self.starts_anew else in_use, inputs, labels)
         before, after = torch.stack([loss_before, loss_after]).tolist()  # the step's one wait for the device
         self.check_finite(before, after)
         copy_into(self.phi, phi)
         if self.conclude(before, after, inputs, labels):
             self.meta_update()
+        if self._detected and self.restart == "at once":
+            copy_into(self.phi, self.adapt(self.theta, inputs, labels)[0])
 
     def check_finite(self, before: float, after: float) -> None:
         if not math.isfinite(before + after):

@@ -51,6 +51,7 @@ def make_learner(
         switch_margin=config.switch_margin,
         update_scale=config.update_scale,
         buffer=config.buffer,
+        restart=config.restart,
     )
 
 
