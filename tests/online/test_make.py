@@ -1,12 +1,13 @@
 """Every setting reaches the learner that it is for."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from wheretolearn.batch_norm import parameter_names
-from wheretolearn.online.config import OnlineConfig
+from wheretolearn.online.config import FROZEN, LearnerKind, OnlineConfig
 from wheretolearn.online.learners.bgd import BGD
 from wheretolearn.online.learners.bgd_inner import GatesInner, WeightsInner
 from wheretolearn.online.learners.c_maml import CMAML
@@ -17,7 +18,8 @@ from wheretolearn.online.learners.online_adam import OnlineAdam
 # None is a default.
 SETTINGS = OnlineConfig(
     width=4, lr=0.02, inner_steps=3, inner_lr=0.25, mask_lr=0.07, mask_init="kaiming", switch_margin=0.9,
-    update_scale=0.6, buffer=7, mean_eta=4.0, initial_std=0.03, samples=2, l1=0.2, logit_init=0.8, order="second",
+    update_scale=0.6, buffer=7, restart="next batch", mean_eta=4.0, initial_std=0.03, samples=2, l1=0.2, logit_init=0.8,
+    order="second",
 )  # fmt: skip
 SHAPE = (16, 16, 1)
 
@@ -36,7 +38,7 @@ def rates_of(optimizer):
 def test_no_setting_of_these_tests_is_the_default():
     defaults = OnlineConfig()
     names = "width lr inner_steps inner_lr mask_lr switch_margin update_scale buffer mean_eta initial_std samples l1"
-    for name in [*names.split(), "logit_init", "order"]:
+    for name in [*names.split(), "restart", "logit_init", "order"]:
         assert getattr(SETTINGS, name) != getattr(defaults, name), name
 
 
@@ -46,6 +48,7 @@ def test_c_maml_and_its_variants(kind):
     assert type(learner) is CMAML
     assert rates_of(learner.optimizer) == ([0.02] if kind == "c-maml-fixed" else [0.02, 0.07])
     assert (learner.inner_steps, learner.switch_margin, learner.update_scale, learner.buffer_limit) == (3, 0.9, 0.6, 7)
+    assert learner.restart == "next batch"
     rates = learner.rates()
     assert set(rates) == {name for name, _ in model.named_parameters()} - parameter_names(model)
     values = torch.cat([rate.flatten() for rate in rates.values()])
@@ -101,3 +104,21 @@ def test_bgd_and_its_kin(kind):
     if kind == "metacog":
         assert (inner.l1, inner.logit_init) == (0.2, 0.8)
         assert set(inner.head) == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("kind", get_args(LearnerKind))
+def test_settings_that_are_called_unused_have_no_effect(kind):
+    generator = torch.Generator().manual_seed(0)
+    stream = [(torch.randn(20, 1, 16, 16, generator=generator), torch.arange(20) % 10) for _ in range(4)]
+    defaults, states = OnlineConfig(), []
+    _, learner = made(kind)
+    config = replace(SETTINGS, learner=kind, pretrain=kind in FROZEN)
+    changed = {name: getattr(defaults, name) for name in config.unused if not name.startswith("pretrain_")}
+    assert changed
+    for own in (learner, made(kind, **changed)[1]):
+        for inputs, labels in stream:
+            own.observe(inputs, labels)
+        states.append(own.state())
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name

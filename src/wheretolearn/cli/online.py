@@ -18,6 +18,7 @@ from wheretolearn.online.pretraining import check_tasks, is_cached
 from wheretolearn.online.problem import Problem, SourceImages
 from wheretolearn.online.records import ONLINE
 from wheretolearn.online.training import (
+    arithmetic_of,
     by_pretraining,
     finished,
     keeping_errors,
@@ -72,7 +73,7 @@ def online(
         seeds,
         record,
         tensorboard,
-        check=_check,
+        check=partial(_check, device),
         take_to_the_end=lambda runs: take_to_the_end(runs, device, workers),
     )
 
@@ -106,13 +107,14 @@ def take_to_the_end(
         streams.print_results(ONLINE, [run for run in runs if finished(run)])
 
 
-def _check(config: OnlineConfig, seeds: Sequence[int]) -> None:
+def _check(device: str, config: OnlineConfig, seeds: Sequence[int]) -> None:
     for data in dict.fromkeys(source.data for source in config.sources):
         with progress_bar(f"preparing {data}") as tick:
             load_set(data, tick)
     images = SourceImages(config.sources)
     Problem(config, seeds[0], images)
-    make_learner(config, config.build_model(images.shape, seeds[0]), seeds[0])
+    model = config.build_model(images.shape, seeds[0])
+    make_learner(config, model, seeds[0], arithmetic_of(config, model.to(device)))
     if config.pretrain:
         check_tasks(config)
 

@@ -1,7 +1,7 @@
 """All settings of an online run."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from torch import nn
@@ -128,6 +128,26 @@ class OnlineConfig:
     def plain_inner_loop(self) -> bool:
         """Whether the learner's inner loop is that of first-order few-shot learning, so that its engines can run it."""
         return self.learner in DETECTING or (self.learner == "metabgd" and self.order == "first")
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """Settings that have no effect on this learner."""
+        c_maml = {"mask_lr", "mask_init", "switch_margin", "update_scale", "buffer", "restart"}
+        bgd = {"mean_eta", "initial_std", "samples"}
+        metacog = {"l1", "logit_init"}
+        pretraining = {field.name for field in fields(self) if field.name.startswith("pretrain_")}
+        used: set[str] = set()
+        if self.learner in DETECTING:
+            used |= c_maml
+        if self.learner in ("bgd", "metabgd", "metacog"):
+            used |= bgd
+        if self.learner == "metacog":
+            used |= metacog
+        if self.pretrain:
+            used |= pretraining
+        if self.pretrain or self.learner in ("metabgd", "metacog"):
+            used |= {"order"}
+        return frozenset(({"order"} | c_maml | bgd | metacog | pretraining) - used)
 
     def _check_ranges(self) -> None:
         positive = (
