@@ -33,7 +33,7 @@ from wheretolearn.online.c_maml_lanes import CMAMLLanes
 from wheretolearn.online.config import GLYPHS, OnlineConfig
 from wheretolearn.online.learners.c_maml import CMAML
 from wheretolearn.online.learners.make import make_learner
-from wheretolearn.online.problem import Problem, SourceImages
+from wheretolearn.online.problem import Problem, SourceImages, batches
 from wheretolearn.presets import load_preset
 from wheretolearn.runs import environment
 from wheretolearn.storage import write_json
@@ -53,8 +53,8 @@ def settings(steps: int, glyphs: bool) -> OnlineConfig:
     return replace(config, steps=steps, **({"sources": GLYPHS} if glyphs else {}))
 
 
-def started(config: OnlineConfig, seed: int, device: str) -> tuple[Problem, CMAML]:
-    images = SourceImages(config.sources, device)
+def started(config: OnlineConfig, seed: int, device: str, images: SourceImages | None = None) -> tuple[Problem, CMAML]:
+    images = images or SourceImages(config.sources, device)
     model = config.build_model(images.shape, seed).to(device)
     learner = make_learner(config, model, seed)
     assert isinstance(learner, CMAML)
@@ -183,7 +183,8 @@ def in_a_process(config: OnlineConfig, untimed: int, seeds: list[int]) -> list[O
 
 def on_a_gpu(config: OnlineConfig, untimed: int, lanes: int, precision: Precision) -> Outcome:
     """The outcome of seed 0, in the time of all lanes."""
-    both = [started(config, seed, "cuda") for seed in range(lanes)]
+    images = SourceImages(config.sources, "cuda")
+    both = [started(config, seed, "cuda", images) for seed in range(lanes)]
     shape = both[0][0].batch(0).inputs.shape
     model = models.build("conv4", ways=config.ways, channels=shape[1], size=shape[2], width=config.width).cuda()
     together = CMAMLLanes([learner for _, learner in both], FusedConv4(model, precision))
@@ -192,8 +193,7 @@ def on_a_gpu(config: OnlineConfig, untimed: int, lanes: int, precision: Precisio
         if step == untimed:
             wait("cuda")
             begun = time.perf_counter()
-        batches = [problem.batch(step) for problem, _ in both]
-        right += together.step([(batch.inputs, batch.labels) for batch in batches])
+        right += together.step(*batches([problem for problem, _ in both], [step] * lanes))
         if both[0][1].detected:
             detected.append(step)
     wait("cuda")

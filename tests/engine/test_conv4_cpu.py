@@ -82,10 +82,12 @@ def test_weights_without_rates_stay(selected):
     model = network()
     model.block3.conv.weight.requires_grad_(False)  # in no job's theta: the network's own
     job, autograd, mine = job_of(model, selected), CompiledArithmetic(model, compiled=False), Conv4OnCPU(model)
-    adapted = mine.adapted(job, 3)
+    (found,), (expected,) = (arithmetic.adaptations([job], 3) for arithmetic in (mine, autograd))
+    adapted = found.weights
     assert adapted.keys() == job.rates.keys()
     assert all((adapted[name] != job.theta[name]).any() for name in adapted if not name.endswith("conv.bias"))
-    assert_same(adapted, autograd.adapted(job, 3))
+    assert_same(adapted, expected.weights)
+    assert_same({"before": found.before, "loss": found.loss}, {"before": expected.before, "loss": expected.loss})
     assert_same(mine.meta_gradients([job], 3)[0].outer, autograd.meta_gradients([job], 3)[0].outer)
     torch.testing.assert_close(mine.probabilities([job, job], 3), autograd.probabilities([job, job], 3))
     weights = {**job.theta, **adapted}

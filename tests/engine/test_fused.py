@@ -96,6 +96,22 @@ def test_gradients_are_summed_over_inner_steps():
     assert_alike(FusedConv4(model).meta_gradients(work, 2), exact_gradients(model, work, 2), 1e-3)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_adaptations_equal_those_by_autograd(steps):
+    model = new_model(channels=1)
+    work = jobs(model, new_tasks(2, 16, 1), inner_lr=0.01)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+        expected = CompiledArithmetic(model, compiled=False).adaptations(work, steps)
+    for found, reference, job in zip(FusedConv4(model).adaptations(work, steps), expected, work, strict=True):
+        torch.testing.assert_close(found.before, reference.before, rtol=0, atol=1e-4)
+        assert found.loss.item() == pytest.approx(reference.loss.item(), rel=1e-3)
+        assert found.weights.keys() == reference.weights.keys() == job.rates.keys()
+        for name, weight in reference.weights.items():
+            torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=2e-4)
+    assert (found.weights["block2.conv.weight"] != job.theta["block2.conv.weight"]).any() == (steps > 0)
+    assert not torch.equal(expected[0].before, expected[1].before)
+
+
 def test_half_precision_stays_close_and_its_scaled_gradients_come_back_unscaled():
     model = new_model(channels=1)
     work = jobs(model, new_tasks(2, 16, 1))

@@ -264,10 +264,14 @@ def streams(device, dtype=torch.float64):
     return [[(x.to(device), y.to(device)) for x, y in pair] for pair in zip(*both, strict=True)]
 
 
+def stacked(pair):
+    return tuple(torch.stack(parts) for parts in zip(*pair, strict=True))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("variant", ["sparse-c-maml", "c-maml", "c-maml-fixed"])
 def test_lanes_learn_what_each_learns_alone(variant, device, monkeypatch):
-    monkeypatch.setattr(c_maml_lanes, "PAIRS_AT_ONCE", (2, 1))  # the buffers here make up to two pairs
+    monkeypatch.setattr(c_maml_lanes, "JOBS_AT_ONCE", (1, 3))  # two lanes have up to four pairs at once
     alone, together = learners(variant, device), learners(variant, device)
     lanes = CMAMLLanes(together, CompiledArithmetic(network().to(device), compiled=False))
     detections = []
@@ -276,7 +280,7 @@ def test_lanes_learn_what_each_learns_alone(variant, device, monkeypatch):
         for learner, (inputs, labels) in zip(alone, pair, strict=True):
             expected.append((learner.predict(inputs).argmax(1) == labels).sum().item())
             learner.observe(inputs, labels)
-        assert lanes.step(pair).tolist() == expected
+        assert lanes.step(*stacked(pair)).tolist() == expected
         assert [one.detected for one in together] == [one.detected for one in alone]
         detections.append(together[0].detected)
     if variant == "sparse-c-maml":
@@ -293,11 +297,11 @@ def test_losses_that_are_not_finite_stop_their_lane_only():
     alone, (good, bad) = learners("sparse-c-maml", "cpu")[0], learners("sparse-c-maml", "cpu")
     lanes = CMAMLLanes([good, bad], CompiledArithmetic(network(), compiled=False))
     first, second, *_ = streams("cpu")
-    lanes.step(first)
+    lanes.step(*stacked(first))
     assert not lanes.failed
     kept = bad.buffer.count
     (inputs, labels) = second[1]
-    right = lanes.step([second[0], (inputs * float("nan"), labels)])
+    right = lanes.step(*stacked([second[0], (inputs * float("nan"), labels)]))
     assert list(lanes.failed) == [1]
     assert "the loss of a batch is not finite" in str(lanes.failed[1])
     assert right.tolist()[1] == DIVERGED
@@ -319,6 +323,6 @@ def test_kernels_for_conv4_give_the_same(precision):
     reference = CMAMLLanes(slow, CompiledArithmetic(model, compiled=False))
     lanes = CMAMLLanes(fast, FusedConv4(model, precision))
     for pair in streams(device, dtype)[:3]:  # before rounding errors have grown
-        reference.step(pair)
-        lanes.step(pair)
+        reference.step(*stacked(pair))
+        lanes.step(*stacked(pair))
         torch.testing.assert_close(lanes.losses, reference.losses, rtol=0.02, atol=0.02)

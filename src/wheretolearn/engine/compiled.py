@@ -15,7 +15,16 @@ from torch.func import functional_call, grad_and_value
 from torch.nn import functional as F
 
 from wheretolearn import batch_norm
-from wheretolearn.engine.graphed import Job, JobGradient, Precision, T, Tensors, matrix_precision, new_stream
+from wheretolearn.engine.graphed import (
+    Adaptation,
+    Job,
+    JobGradient,
+    Precision,
+    T,
+    Tensors,
+    matrix_precision,
+    new_stream,
+)
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.masks import GradientMask
 
@@ -81,10 +90,8 @@ class CompiledArithmetic:
     def probabilities(self, jobs: Sequence[Job], steps: int) -> Tensor:
         return torch.stack(self._streams.run([partial(self._job_probabilities, job, steps) for job in jobs]))
 
-    def adapted(self, job: Job, steps: int) -> Tensors:
-        """The weights that have rates, after inner steps on the support set."""
-        _, sums = self._adapt(job, steps)
-        return {name: job.theta[name] - rate * sums[name] for name, rate in job.rates.items()}
+    def adaptations(self, jobs: Sequence[Job], steps: int) -> list[Adaptation]:
+        return self._streams.run([partial(self._adaptation, job, steps) for job in jobs])
 
     def logits(self, weights: Tensors, inputs: Tensor) -> Tensor:
         return self._outputs_of(weights, inputs)
@@ -96,6 +103,13 @@ class CompiledArithmetic:
         parameters, sums = self._adapt(job, steps)
         outer, loss = self._outer_gradient(parameters, job.task.query_inputs, job.task.query_labels)
         return JobGradient(outer, sums, loss)
+
+    def _adaptation(self, job: Job, steps: int) -> Adaptation:
+        task = job.task
+        before = F.softmax(self._outputs_of(job.theta, task.support_inputs), dim=1)
+        parameters, _ = self._adapt(job, steps)
+        loss = F.cross_entropy(self._outputs_of(parameters, task.support_inputs), task.support_labels)
+        return Adaptation(before, {name: parameters[name] for name in job.rates}, loss)
 
     def _job_probabilities(self, job: Job, steps: int) -> Tensor:
         parameters, _ = self._adapt(job, steps)

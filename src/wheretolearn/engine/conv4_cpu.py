@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wheretolearn import batch_norm
-from wheretolearn.engine.graphed import Job, JobGradient, Tensors
+from wheretolearn.engine.graphed import Adaptation, Job, JobGradient, Tensors
 from wheretolearn.models.conv4 import Conv4
 
 BLOCKS = (1, 2, 3, 4)
@@ -50,10 +50,8 @@ class Conv4OnCPU:
         return F.softmax(torch.stack(logits), dim=2)
 
     @torch.no_grad()
-    def adapted(self, job: Job, steps: int) -> Tensors:
-        """The weights that have rates, after inner steps on the support set."""
-        _, sums = self._adapt(job, steps)
-        return {name: job.theta[name] - rate * sums[name] for name, rate in job.rates.items()}
+    def adaptations(self, jobs: Sequence[Job], steps: int) -> list[Adaptation]:
+        return [self._adaptation(job, steps) for job in jobs]
 
     @torch.no_grad()
     def logits(self, weights: Tensors, inputs: Tensor) -> Tensor:
@@ -69,12 +67,26 @@ class Conv4OnCPU:
         outer = query.gradients(job.task.query_labels, job.theta)
         return JobGradient(outer, sums, F.cross_entropy(query.logits, job.task.query_labels))
 
-    def _adapt(self, job: Job, steps: int) -> tuple[Tensors, Tensors]:
+    def _adaptation(self, job: Job, steps: int) -> Adaptation:
+        support = Patches(job.task.support_inputs)
+        logits: list[Tensor] = []
+        weights, _ = self._adapt(job, steps, support, logits)
+        logits.append(self._forward(weights, support).logits)
+        loss = F.cross_entropy(logits[-1], job.task.support_labels)
+        return Adaptation(F.softmax(logits[0], dim=1), {name: weights[name] for name in job.rates}, loss)
+
+    def _adapt(
+        self, job: Job, steps: int, support: "Patches | None" = None, logits: list[Tensor] | None = None
+    ) -> tuple[Tensors, Tensors]:
+        """Weights after the inner steps, and sums of gradients; ``logits`` gets those before each step."""
         weights = dict(job.theta)
         sums = {name: torch.zeros_like(weights[name]) for name in job.rates}
-        support = Patches(job.task.support_inputs)
+        support = support or Patches(job.task.support_inputs)
         for _ in range(steps):
-            gradients = self._forward(weights, support).gradients(job.task.support_labels, job.rates)
+            forward = self._forward(weights, support)
+            if logits is not None:
+                logits.append(forward.logits)
+            gradients = forward.gradients(job.task.support_labels, job.rates)
             for name, gradient in gradients.items():
                 weights[name] = torch.addcmul(weights[name], job.rates[name], gradient, value=-1)  # Eq. 4
                 sums[name] += gradient

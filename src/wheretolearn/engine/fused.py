@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wheretolearn.engine.graphed import Job, JobGradient, Precision, Tensors
+from wheretolearn.engine.graphed import Adaptation, Job, JobGradient, Precision, Tensors
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.errors import ConfigError
 from wheretolearn.models.conv4 import Conv4
@@ -190,11 +190,30 @@ class FusedConv4:
             results.append(JobGradient(outer, sums, losses[number]))
         return results
 
+    def adaptations(self, jobs: Sequence[Job], steps: int) -> list[Adaptation]:
+        weights, labels = _Weights(self, jobs), _labels(jobs, "support")
+        support = _Pass(self, len(jobs), [job.task.support_inputs for job in jobs])
+        before = None
+        for _ in range(steps):
+            support.gradients(weights, labels)
+            before = support.shares.clone() if before is None else before
+            weights.step(support)
+        support.accumulators.zero_()
+        support.forward(weights, labels)
+        before = support.shares if before is None else before
+        results = []
+        for number, job in enumerate(jobs):
+            moved = self.layout.unpack(weights.parameters[number], {name: job.theta[name] for name in job.rates})
+            # A bias before batch norm has no place there: it stays.
+            moved |= {name: job.theta[name] for name in moved if name not in self.layout.segments}
+            results.append(Adaptation(before[number], moved, support.losses[number]))
+        return results
+
     def probabilities(self, jobs: Sequence[Job], steps: int) -> Tensor:
         weights = self._adapt(jobs, steps)
         query = _Pass(self, len(jobs), [job.task.query_inputs for job in jobs])
         query.forward(weights, _labels(jobs, "query"))
-        return query.probabilities[:, : query.images, : self.layout.ways]
+        return query.shares
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -297,6 +316,11 @@ class _Pass:
             self.patches, self.moments, rows,
             K=layout.patch, STEPS=tile.steps, PRECISION=self.precision, **tile.launch,
         )  # fmt: skip
+
+    @property
+    def shares(self) -> Tensor:
+        """``[jobs, images, ways]``: probabilities, of the last forward pass."""
+        return self.probabilities[:, : self.images, : self.layout.ways]
 
     @property
     def parameter_gradients(self) -> Tensor:

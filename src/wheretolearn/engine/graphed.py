@@ -48,10 +48,20 @@ class JobGradient:
         return -self.outer[name] * self.inner_sum[name]  # Eq. 5
 
 
+@dataclass(frozen=True)
+class Adaptation:
+    before: Tensor  # [images, ways]: probabilities of the support images, before the first step
+    weights: Tensors  # after the last step, of the parameters that may change
+    loss: Tensor  # of the support images, after the last step
+
+
 class Arithmetic(Protocol):
     """How tasks are adapted to. Runs while a graph is recorded, so shapes are fixed and nothing is read back."""
 
     def meta_gradients(self, jobs: Sequence[Job], steps: int) -> list[JobGradient]: ...
+
+    def adaptations(self, jobs: Sequence[Job], steps: int) -> list[Adaptation]:
+        """What inner steps do; query sets are not looked at."""
 
     def probabilities(self, jobs: Sequence[Job], steps: int) -> Tensor:
         """``[jobs, queries, ways]`` after ``steps`` inner steps."""

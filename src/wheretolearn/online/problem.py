@@ -28,7 +28,7 @@ class Problem:
     """The stream of one seed. All of it follows from settings and seed; nothing here changes while learning."""
 
     def __init__(self, config: OnlineConfig, seed: int, images: "SourceImages"):
-        self._images = images
+        self.images = images
         self.names = tuple(source.label for source in config.sources)
         stream = osaka(
             [split.class_offsets for split in images.splits],
@@ -44,13 +44,20 @@ class Problem:
         self.source, self.switched = stream.source, stream.switched  # [steps], on the CPU
         # A stream groups images by label: left so, their places would tell the labels.
         order = permutation_keys(stream.images.shape, seed, "online", "places").argsort(-1)
-        self._indices = stream.images.gather(1, order).to(images.device)
-        self._labels = stream.labels[order].to(images.device)
+        places = stream.images + images.first[stream.source].unsqueeze(1)
+        self.places = places.gather(1, order).to(images.device)  # [steps, images]: in the pixels of all sources
+        self.labels = stream.labels[order].to(images.device)
 
     def batch(self, step: int) -> Batch:
-        source = int(self.source[step])
-        pixels = self._images.pixels[source][self._indices[step]]
-        return Batch(as_input(pixels), self._labels[step], source, bool(self.switched[step]))
+        inputs, labels = batches([self], [step])
+        return Batch(inputs[0], labels[0], int(self.source[step]), bool(self.switched[step]))
+
+
+def batches(problems: Sequence[Problem], steps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A batch of each of several problems that share their images, ``[problems, images, ...]``, and the labels."""
+    places = torch.stack([problem.places[step] for problem, step in zip(problems, steps, strict=True)])
+    labels = torch.stack([problem.labels[step] for problem, step in zip(problems, steps, strict=True)])
+    return as_input(problems[0].images.pixels[places]), labels
 
 
 class SourceImages:
@@ -67,7 +74,9 @@ class SourceImages:
         if height != width:
             raise DataError(f"online learning needs square images, not {height}x{width}")
         self.shape: tuple[int, int, int] = (height, width, channels)
-        self.pixels = [torch.from_numpy(split.images).to(self.device) for split in self.splits]
+        self.pixels = torch.cat([torch.from_numpy(split.images) for split in self.splits]).to(self.device)
+        counts = [0, *(len(split.images) for split in self.splits[:-1])]
+        self.first = torch.tensor(counts).cumsum(0)  # the place of each source's first image
 
 
 def source_split(source: Source) -> ImageSplit:

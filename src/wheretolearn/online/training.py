@@ -23,7 +23,7 @@ from wheretolearn.online.config import DETECTING, OnlineConfig
 from wheretolearn.online.learners.c_maml import CMAML
 from wheretolearn.online.learners.make import make_learner
 from wheretolearn.online.pretraining import cache_folder, pretrained_weights
-from wheretolearn.online.problem import Problem, SourceImages
+from wheretolearn.online.problem import Problem, SourceImages, batches
 from wheretolearn.online.recorded import DIVERGED, RecordedStep
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
@@ -375,8 +375,8 @@ class _Lanes:
         self.lanes = CMAMLLanes(learners, arithmetic, notify)
 
     def advance(self) -> list[tuple[_Member, UserError | None]]:
-        batches = [member.problem.batch(member.done) for member in self.members]
-        right = self.lanes.step([(batch.inputs, batch.labels) for batch in batches])
+        problems, steps = [member.problem for member in self.members], [member.done for member in self.members]
+        right = self.lanes.step(*batches(problems, steps))
         news: list[tuple[_Member, UserError | None]] = []
         for lane, member in enumerate(self.members):
             if lane in self.lanes.failed:
@@ -396,7 +396,8 @@ def side_by_side(members: Sequence[_Member], device: str, notify: Notify | None)
         learner = member.learner
         if torch.device(device).type in LANES_ON and isinstance(learner, CMAML) and not member.ended:
             shapes = tuple((name, tensor.shape) for name, tensor in learner.theta.items())
-            like = (learner.inner_steps, learner.mask.names, shapes, member.config.precision)
+            config = member.config
+            like = (learner.inner_steps, learner.mask.names, shapes, config.precision, config.sources)
             alike.setdefault(like, []).append(member)
         else:
             groups.append(_Alone(member, device, notify))

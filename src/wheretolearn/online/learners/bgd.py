@@ -4,7 +4,7 @@ With an inner loop from ``bgd_inner.py`` it is MetaBGD or MetaCOG (He et al. 201
 is then that of a batch after adapting to the batch before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wheretolearn.data.random_bits import normal
 from wheretolearn.engine.compiled import ParallelStreams
-from wheretolearn.engine.graphed import Arithmetic, Job, JobGradient
+from wheretolearn.engine.graphed import Arithmetic, Job
 from wheretolearn.engine.task import Task
 from wheretolearn.errors import ConfigError
 from wheretolearn.online.learners.base import OnlineLearner
@@ -106,7 +106,9 @@ class BGD(OnlineLearner):
 
     def _gradients(self, arithmetic: Arithmetic, sampled: Tensor, support: Tensors, query: Tensors) -> Tensor:
         """What ``gradient`` gives for each row of weights, for all rows at once."""
-        results = self._run(arithmetic, list(sampled), support, query)
+        assert self.inner is not None
+        jobs = [self._job(row, support, query) for row in sampled]
+        results = arithmetic.meta_gradients(jobs, self.inner.steps)
         outer = [_flat({name: result.outer[name] for name in self.shapes}) for result in results]
         return torch.stack(outer) * len(query["labels"])
 
@@ -116,17 +118,14 @@ class BGD(OnlineLearner):
         if self.arithmetic is None:
             named = self._named(self.mean)
             return _flat(adapted_weights(self.network, self.inner, named, batch["inputs"], batch["labels"]))
-        (result,) = self._run(self.arithmetic, [self.mean], batch, batch)
-        moved = {name: total * self.inner.lr for name, total in result.inner_sum.items()}
-        return _flat({n: w - moved[n] if n in moved else w for n, w in self._named(self.mean).items()})
+        (found,) = self.arithmetic.adaptations([self._job(self.mean, batch, batch)], self.inner.steps)
+        return _flat({**self._named(self.mean), **found.weights})
 
-    def _run(
-        self, arithmetic: Arithmetic, rows: Sequence[Tensor], support: Tensors, query: Tensors
-    ) -> list[JobGradient]:
+    def _job(self, weights: Tensor, support: Tensors, query: Tensors) -> Job:
         assert isinstance(self.inner, WeightsInner)
         task = Task(support["inputs"], support["labels"], query["inputs"], query["labels"])
         rates = {name: self.mean.new_full(self.shapes[name], self.inner.lr) for name in self.inner.names}
-        return arithmetic.meta_gradients([Job(self._named(row), rates, task) for row in rows], self.inner.steps)
+        return Job(self._named(weights), rates, task)
 
     def _named(self, flat: Tensor) -> Tensors:
         parts = torch.split(flat, [shape.numel() for shape in self.shapes.values()])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wheretolearn.engine.graphed import Job, JobGradient, batched
+from wheretolearn.engine.graphed import Adaptation, Job, JobGradient, batched
 from wheretolearn.errors import ConfigError, NonFiniteError
 from wheretolearn.masks import GradientMask
 from wheretolearn.online.learners.base import OnlineLearner
@@ -28,6 +28,7 @@ from wheretolearn.online.learners.network import (
     copied,
     copy_back,
     copy_into,
+    loss_of,
     optimizer_tensors,
     under,
 )
@@ -94,19 +95,18 @@ class CMAML(OnlineLearner):
     @torch.no_grad()
     def observe(self, inputs: Tensor, labels: Tensor) -> None:
         in_use = {**self.theta, **self.phi}
-        phi = self.adapt(self.theta if self.starts_anew else in_use, inputs, labels)
-        logits = [self.arithmetic.logits(weights, inputs) for weights in (in_use, {**self.theta, **phi})]
-        losses = torch.stack([F.cross_entropy(own, labels) for own in logits])
+        found = self.adapt(self.theta if self.starts_anew else in_use, inputs, labels)
+        predicted = F.softmax(self.arithmetic.logits(in_use, inputs), dim=1) if self.starts_anew else found.before
+        losses = torch.stack([loss_of(predicted, labels), found.loss])
         before, after = losses.tolist()  # the step's one wait for the device
         self.check_finite(before, after)
-        copy_into(self.phi, phi)
+        copy_into(self.phi, found.weights)
         if self.conclude(before, after, inputs, labels):
             self.meta_update()
         if self._detected and self.restart == "at once":
-            copy_into(self.phi, self.adapt(self.theta, inputs, labels))
+            copy_into(self.phi, self.adapt(self.theta, inputs, labels).weights)
 
-    def adapt(self, weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensors:
-        """The weights that move, after the inner steps on a batch."""
+    def adapt(self, weights: Tensors, inputs: Tensor, labels: Tensor) -> Adaptation:
         return adapted(self.arithmetic, weights, self.rates(), inputs, labels, self.inner_steps)
 
     def check_finite(self, before: float, after: float) -> None:
@@ -182,6 +182,15 @@ class PairSums:
 
     def tensors(self) -> list[Tensor]:
         return [*self.outer.values(), *self.products.values(), self.loss, self.count]
+
+    def hold(self, result: JobGradient) -> None:
+        """That of one pair alone."""
+        for name, gradient in result.outer.items():
+            self.outer[name].copy_(gradient)
+        for name, inner_sum in result.inner_sum.items():
+            self.products[name].copy_(result.outer[name] * inner_sum)
+        self.loss.copy_(result.loss)
+        self.count.fill_(1)
 
     def add(self, results: Sequence[JobGradient]) -> None:
         for result in results:

@@ -33,8 +33,8 @@ class MAML(OnlineLearner):
 
     @torch.no_grad()
     def observe(self, inputs: Tensor, labels: Tensor) -> None:
-        phi = adapted(self.arithmetic, self.theta, self.rates, inputs, labels, self.inner_steps)
-        copy_into(self.phi, phi)
+        found = adapted(self.arithmetic, self.theta, self.rates, inputs, labels, self.inner_steps)
+        copy_into(self.phi, found.weights)
 
     def state(self) -> dict[str, Tensor]:
         return copied("phi", self.phi)

@@ -12,7 +12,7 @@ from wheretolearn import batch_norm
 from wheretolearn.engine import conv4_cpu
 from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.conv4_cpu import Conv4OnCPU
-from wheretolearn.engine.graphed import Job
+from wheretolearn.engine.graphed import Adaptation, Arithmetic, Job
 from wheretolearn.engine.task import Task
 
 Tensors = dict[str, Tensor]
@@ -54,10 +54,17 @@ def arithmetic_for(model: nn.Module) -> LearnerArithmetic:
 
 
 def adapted(
-    arithmetic: LearnerArithmetic, weights: Tensors, rates: Tensors, inputs: Tensor, labels: Tensor, steps: int
-) -> Tensors:
+    arithmetic: Arithmetic, weights: Tensors, rates: Tensors, inputs: Tensor, labels: Tensor, steps: int
+) -> Adaptation:
     """What inner steps on a batch make of the weights that have rates."""
-    return arithmetic.adapted(Job(weights, rates, Task(inputs, labels, inputs, labels)), steps)
+    (found,) = arithmetic.adaptations([Job(weights, rates, Task(inputs, labels, inputs, labels))], steps)
+    return found
+
+
+def loss_of(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of ``[..., images, ways]``, mean over the images."""
+    own = probabilities.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return -own.clamp_min(torch.finfo(own.dtype).tiny).log().mean(-1)
 
 
 def adam(*groups: tuple[Tensors, float]) -> torch.optim.Adam:
