@@ -16,6 +16,7 @@ from wheretolearn.config import to_dict
 from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.report.continual import (
+    WHITE,
     ContinualRun,
     accuracy_matrix,
     accuracy_over_tasks,
@@ -110,7 +111,7 @@ def test_numbers_of_a_matrix_stand_out_from_their_cells(tmp_path: Path) -> None:
     (group,) = group_runs(two_seeds(tmp_path))
     inks = {text.get_text(): text.get_color() for text in accuracy_matrix(group).figure.axes[0].texts}
     assert inks["90"] == "black"
-    assert inks["10"] == "white"
+    assert inks["10"] == WHITE
 
 
 def test_accuracy_over_tasks_is_the_mean_over_tasks_seen(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from wheretolearn.cli import adapt, continual, data, demo, fewshot, figures, online, presets
+from wheretolearn.cli import adapt, continual, data, demo, fewshot, figures, online, presets, report, reproduce
 from wheretolearn.cpu import keep_freed_memory
 from wheretolearn.errors import UserError
 from wheretolearn.version import __version__
@@ -23,8 +23,10 @@ app.command("continual")(continual.continual)
 app.command("online")(online.online)
 app.command("resume")(fewshot.resume)
 app.command("evaluate")(fewshot.evaluate)
+app.command("reproduce")(reproduce.reproduce)
 app.command("adapt")(adapt.adapt)
 app.command("figures")(figures.figures)
+app.command("report")(report.report)
 app.command("presets")(presets.presets)
 app.command("settings")(presets.settings)
 

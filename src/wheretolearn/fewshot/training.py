@@ -296,6 +296,7 @@ class _Sitting:
         if member.logging:
             sparsity = member.learner.mask.sparsity()
             values |= {"sparsity": sparsity.overall, "sparsity_by_layer": sparsity.by_layer}
+            values["sparsity_by_tensor"] = sparsity.by_tensor
             if self.at_once > 1:
                 values["runs_at_once"] = self.at_once
             member.run.log(member.learner.step, **values)

@@ -141,13 +141,11 @@ def _training(results: Sequence[MethodResult]) -> Html:
 
 def _pattern(learned: Sequence[tuple[MethodResult, str]]) -> Html:
     drawings = []
-    for result, accent in learned:
+    for result, _ in learned:
         if not _drawable(result):
             continue
         rule = RULES.get(str(result.config.get("mask")))
-        drawing = figures.sparsity_pattern(
-            result.multipliers, ink=accent, closed_below=rule.closed_below if rule else 0.0
-        )
+        drawing = figures.sparsity_pattern(result.multipliers, closed_below=rule.closed_below if rule else 0.0)
         shares = {
             name.removesuffix(".weight"): result.sparsity.by_tensor[name]
             for name, tensor in result.multipliers.items()

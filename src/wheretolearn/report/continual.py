@@ -39,6 +39,7 @@ from wheretolearn.report.page import ACCENTS
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import check_seeds
 
+WHITE = "#fdfdfd"  # on coloured cells; pure white is the ground of light pages, and follows the theme
 COLOURS = "cividis"  # reads the same with every kind of colour vision, and in grey
 MOST_NUMBERED = 20  # tasks of a matrix that has room for numbers
 MOST_SHAPES = 50  # tasks of a matrix whose cells are shapes; as such, more would take megabytes
@@ -178,7 +179,7 @@ def accuracy_matrix(group: Group, lowest: float = 0.0, highest: float = 1.0) -> 
     if numbered:
         for (row, column), value in np.ndenumerate(mean):
             if math.isfinite(value):
-                ink = "white" if _is_dark((value - lowest) / (highest - lowest)) else "black"
+                ink = WHITE if _is_dark((value - lowest) / (highest - lowest)) else "black"
                 axes.text(
                     column + 0.5,
                     row + 0.5,
@@ -189,7 +190,7 @@ def accuracy_matrix(group: Group, lowest: float = 0.0, highest: float = 1.0) -> 
                     fontsize=min(8.5, 26 * cell),
                 )
     corners = np.arange(tasks + 1).repeat(2)
-    axes.plot(corners[2:], corners[1:-1], color="white", linewidth=1.6, solid_capstyle="butt")
+    axes.plot(corners[2:], corners[1:-1], color=WHITE, linewidth=1.6, solid_capstyle="butt")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks([task - 0.5 for task in _ticks(tasks)], [str(task) for task in _ticks(tasks)])
     axes.tick_params(length=0)
@@ -234,7 +235,7 @@ def accuracy_over_tasks(groups: Sequence[Group]) -> Drawing:
         f"{of_runs(*(line.runs for line in lines), band=True)}."
     )
     figure, axes = line_axes(title, caption, lines)
-    plot_labelled(axes, lines, marker="o")
+    plot_labelled(axes, lines)
     _task_axis(axes, lines)
     return Drawing(
         "accuracy-over-tasks",
@@ -258,7 +259,7 @@ def sparsity_over_tasks(group: Group) -> Drawing:
     caption = _sparsity_caption(group, lines, "after each task")
     figure, axes = line_axes(title, caption, lines)
     percent_axis(axes, "y")
-    plot_labelled(axes, lines, marker="o")
+    plot_labelled(axes, lines)
     _task_axis(axes, lines)
     return Drawing(
         stem_of("sparsity-over-tasks", group.slug),

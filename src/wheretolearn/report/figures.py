@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wheretolearn.errors import ConfigError
 from wheretolearn.masks import layer_of
-from wheretolearn.report.page import ACCENTS, THEME, interval, percent
+from wheretolearn.report.page import PICTURE_INK, THEME, interval, percent
 from wheretolearn.storage import atomic_write
 
 INK, MUTED, LINE = (THEME[name][0] for name in ("ink", "muted", "line"))
@@ -296,7 +296,7 @@ def sparsity_pattern(
     multipliers: Mapping[str, Tensor],
     layers: Iterable[str] | None = None,
     *,
-    ink: str = ACCENTS[0],
+    ink: str = PICTURE_INK,
     closed_below: float = 0.0,
 ) -> Figure:
     """A mask as a picture: each layer's weights, input to output, in ink where the inner loop may change them.
@@ -314,7 +314,7 @@ def save_pattern(
     multipliers: Mapping[str, Tensor],
     layers: Iterable[str] | None = None,
     *,
-    ink: str = ACCENTS[0],
+    ink: str = PICTURE_INK,
     closed_below: float = 0.0,
 ) -> None:
     """Write ``sparsity_pattern`` as a PNG on a card of its own, for light and dark backgrounds alike."""

@@ -28,6 +28,9 @@ from wheretolearn.storage import atomic_write
 MOST_POINTS = 1500  # of one drawn line; the data beside it holds all
 LONGEST_LABEL = 44
 LONGEST_SLUG = 80  # file names end at 255 bytes
+MARKERS = "os^Dv"  # of lines beside each other, which so differ in more than colour
+MOST_MARKERS = 9  # on one line, about
+CAPTION_LINE = 0.13  # inches
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,16 +97,33 @@ def value_text(value: object) -> str:
     return "none" if value is None else str(value)
 
 
+def data_csv(drawing: Drawing) -> str:
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows([drawing.columns, *drawing.rows])
+    return table.getvalue()
+
+
+def without_words(drawing: Drawing) -> Figure:
+    """The figure for a place that sets title and caption itself. The drawing's own figure is changed."""
+    figure = drawing.figure
+    if not figure.get_suptitle():
+        return figure
+    width, height = figure.get_size_inches()
+    lines = len(figure.get_supxlabel().splitlines())
+    figure.suptitle("")
+    figure.supxlabel("")
+    figure.set_size_inches(width, height - CAPTION_LINE * (lines + 1))
+    return figure
+
+
 def save(drawing: Drawing, folder: Path) -> list[Path]:
     """Write the figure as SVG and its data as CSV; the same runs give the same bytes."""
     text = io.BytesIO()
     metadata = {"Title": drawing.title, "Description": drawing.caption, "Date": None, "Creator": None}
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": drawing.stem}), _any_letters():
         drawing.figure.savefig(text, format="svg", metadata=metadata, facecolor=THEME["card"][0])
-    table = io.StringIO()
-    csv.writer(table, lineterminator="\n").writerows([drawing.columns, *drawing.rows])
     paths = [folder / f"{drawing.stem}.svg", folder / f"{drawing.stem}.csv"]
-    for path, content in zip(paths, (text.getvalue(), table.getvalue().encode()), strict=True):
+    for path, content in zip(paths, (text.getvalue(), data_csv(drawing).encode()), strict=True):
         with atomic_write(path) as file:
             file.write(content)
     return paths
@@ -140,10 +160,14 @@ def tensor_lines(curves: Sequence[Mapping[int, Mapping[str, float]]]) -> list[Li
 
 def line_rows(lines: Sequence[Line]) -> list[tuple[object, ...]]:
     return [
-        (line.name, int(place), *cells(mean, std, runs))
+        (line.name, _whole(place), *cells(mean, std, runs))
         for line in lines
         for place, mean, std, runs in zip(line.x, line.mean, line.std, line.runs, strict=True)
     ]
+
+
+def _whole(place: float) -> object:
+    return int(place) if float(place).is_integer() else float(place)
 
 
 def cells(mean: float, std: float, runs: int) -> tuple[object, ...]:
@@ -153,25 +177,35 @@ def cells(mean: float, std: float, runs: int) -> tuple[object, ...]:
 def new_figure(title: str, caption: str, width: float, height: float, panels: int = 1) -> tuple[Figure, Axes]:
     """Axes one above the other between a title and a caption, which adds its own height."""
     wrapped = textwrap.wrap(caption, int(width * 72 / 3.75))
-    figure = Figure(figsize=(width, height + 0.13 * len(wrapped)), layout="constrained")
+    figure = Figure(figsize=(width, height + CAPTION_LINE * len(wrapped)), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left")
     figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", fontsize=7, color=MUTED, linespacing=1.25)
     return figure, np.ravel(figure.subplots(panels, 1, sharex=True))[0]
 
 
-def line_axes(title: str, caption: str, lines: Sequence[Line], width: float = 3.7) -> tuple[Figure, Axes]:
+def line_axes(title: str, caption: str, lines: Sequence[Line], width: float = 3.3) -> tuple[Figure, Axes]:
     longest = max(len(_label(line)) for line in lines)
     return new_figure(title, caption, width + 0.25 + 0.068 * longest, max(2.75, 0.9 + 0.17 * len(lines)))
 
 
-def plot_labelled(axes: Axes, lines: Sequence[Line], marker: str = "", keep: Sequence[int] = ()) -> None:
+def plot_labelled(axes: Axes, lines: Sequence[Line], keep: Sequence[int] = ()) -> None:
     """Lines and their bands, with names at the right that are moved apart where they would overlap."""
-    for line in lines:
+    for number, line in enumerate(lines):
         every = math.ceil(len(line.x) / MOST_POINTS)
         drawn = (np.arange(len(line.x))[::-1] % every == 0) | np.isin(line.x, keep)
         x, mean, std = line.x[drawn], line.mean[drawn], line.std[drawn]
-        few = marker if len(x) <= 30 else ""
-        axes.plot(x, mean, marker=few, markersize=3, color=line.colour, linestyle=line.dashes, linewidth=1.7)
+        apart = math.ceil(len(x) / MOST_MARKERS)
+        axes.plot(
+            x,
+            mean,
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=3.4,
+            # Markers of neighbouring lines stand at different places, and none is left out where points are few.
+            markevery=(number * apart // 3 % apart, apart),
+            color=line.colour,
+            linestyle=line.dashes,
+            linewidth=1.6,
+        )
         banded = np.isfinite(std)
         if banded.any():
             x, mean, std = x[banded], mean[banded], std[banded]
@@ -186,7 +220,10 @@ def plot_labelled(axes: Axes, lines: Sequence[Line], marker: str = "", keep: Seq
     right = max(line.x[-1] for line in lines)
     beside = offset_copy(axes.transData, axes.figure.figure, x=22, units="points")
     for line, place in zip(lines, places, strict=True):
-        lead = {"arrowstyle": "-", "color": line.colour, "linewidth": 1.1, "linestyle": line.dashes}
+        # What ends early has a long way to its name, which must not look like data.
+        early = line.x[-1] < right
+        lead = {"arrowstyle": "-", "color": line.colour, "linewidth": 0.6 if early else 1.1}
+        lead |= {"linestyle": ":" if early else line.dashes}
         lead |= {"shrinkA": 1, "shrinkB": 1, "relpos": (0, 0.5)}
         axes.annotate(
             short(_label(line), LONGEST_LABEL),

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import colormaps, rc_context
+from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 
 from wheretolearn.errors import UserError
 from wheretolearn.online import metrics
@@ -35,7 +34,6 @@ from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import check_seeds
 
 TOTAL = "all"
-DEPTH = "viridis"  # colours of layers, from the first to the last
 MOST_LINES = 120  # changes of the task that are drawn through the axes; more are marks at their foot
 SPEAKING = ("learner",)  # settings whose values need no name beside them
 
@@ -129,7 +127,7 @@ def accuracy_by_source(group: Group) -> Drawing:
         places = "Upright lines" if len(group.runs[0].switches) <= MOST_LINES else "Marks at the foot"
         marks = f" {places}: the task changes."
     caption = _caption([group], "Mean accuracy of all steps so far, before they are learned from", lines) + marks
-    figure, axes = line_axes(title, caption, lines, width=5.2)
+    figure, axes = line_axes(title, caption, lines)
     if marks:
         _draw_switches(axes, group.runs[0])
     _accuracy_axis(axes, lines)
@@ -146,7 +144,7 @@ def accuracy_over_time(groups: Sequence[Group]) -> Drawing:
     lines = _group_lines(groups, curves)
     title = "Accuracy over the stream"
     caption = _caption(groups, "Mean accuracy of all steps so far, before they are learned from", lines)
-    figure, axes = line_axes(title, caption, lines, width=4.6)
+    figure, axes = line_axes(title, caption, lines)
     _accuracy_axis(axes, lines)
     plot_labelled(axes, lines)
     _step_axis(axes, lines)
@@ -173,7 +171,7 @@ def recovery(groups: Sequence[Group]) -> Drawing:
     )
     figure, axes = line_axes(title, caption, lines)
     _accuracy_axis(axes, lines)
-    plot_labelled(axes, lines, marker="o")
+    plot_labelled(axes, lines)
     axes.set_xlabel("steps since the task changed")
     axes.set_xticks([1, *range(5, metrics.RECOVERY_STEPS + 1, 5)])
     axes.grid(visible=False, axis="x")
@@ -186,17 +184,16 @@ def sparsity_over_time(group: Group) -> Drawing:
     """Figure S5: share of each layer's weights that the inner loop leaves alone; the data has biases and norm too."""
     every = tensor_lines([run.sparsity for run in group.runs])
     chosen = [line for line in every if line.name.endswith(".weight") and ".norm" not in line.name] or every
-    # Colours follow depth; the head stands apart.
-    shades = [to_hex(colormaps[DEPTH](place)) for place in np.linspace(0.85, 0.15, len(chosen))]
+    # One colour for each layer; the head stands apart.
     lines = [
-        replace(line, colour=INK if line.name.startswith("head.") else shade, dashes="-")
-        for line, shade in zip(chosen, shades, strict=True)
+        replace(line, colour=INK if line.name.startswith("head.") else colour, dashes="-")
+        for line, colour in zip(chosen, _colours(len(chosen)), strict=True)
     ]
     title = title_of("Weights that cannot change, by layer", group.label)
     caption = _caption(
         [group], "Share of each layer's weights that the inner loop leaves alone, over the stream", lines
     )
-    figure, axes = line_axes(title, caption, lines, width=4.6)
+    figure, axes = line_axes(title, caption, lines)
     percent_axis(axes, "y")
     plot_labelled(axes, lines)
     _step_axis(axes, lines)

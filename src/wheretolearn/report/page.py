@@ -73,7 +73,8 @@ def page(title: str, body: str, about: str = "", footer: str = "", scripted: boo
     """
     script = files(__package__).joinpath("page.js").read_text(encoding="utf-8") if scripted else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    allowed = f"; script-src 'sha256-{digest}'" if script else ""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    policy += f"; script-src 'sha256-{digest}'" if script else ""
     header = join([element("h1", title), *([element("p", about, class_="lead")] if about else [])])
     parts = [element("header", header), element("main", body)]
     if footer:
@@ -84,7 +85,7 @@ def page(title: str, body: str, about: str = "", footer: str = "", scripted: boo
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:{allowed}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <link rel="icon" href="data:,">
 <title>{escaped(title)}</title>
 <style>{_css()}</style>
@@ -122,6 +123,11 @@ def _tile(item: Tile) -> Html:
     return element("div", join(lines), class_="tile", style=f"--accent: {themed(item.accent)}")
 
 
+def breakable(name: str) -> Html:
+    """A dotted name that may go on in another line after each dot."""
+    return Html(html.escape(name).replace(".", ".<wbr>"))
+
+
 def value(text: str, key: float | str) -> Html:
     """A table's cell that is sorted by something else than its text."""
     return element("data", text, value=f"{key:.9g}" if isinstance(key, float) else str(key))
@@ -134,13 +140,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "
         element("tr", join([element("th", first, scope="row"), *(element("td", cell) for cell in cells)]))
         for first, *cells in rows
     ]
-    parts = [element("caption", caption)] if caption else []
+    parts = [element("caption", caption)] if caption and not sortable else []
     if any(header):
         parts.append(element("thead", element("tr", columns)))
     kind = {"class": "sortable"} if sortable else {}
     whole = element("table", join([*parts, element("tbody", join(lines))]), **kind)
     # Whoever has no mouse scrolls with the arrow keys, which takes focus.
-    return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption or "Table")
+    box = element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption or "Table")
+    # Wide tables scroll, and their captions should not.
+    return join([element("p", caption, class_="caption"), box]) if caption and sortable else box
 
 
 def figure(drawings: Sequence[str], caption: str, wide: bool = False, legend: str = "") -> Html:
@@ -261,10 +269,15 @@ a { color: inherit; text-decoration-color: var(--muted); text-underline-offset: 
 .tile .value { font-size: 38px; line-height: 1.2; font-weight: 680; letter-spacing: -.03em;
   font-variant-numeric: tabular-nums }
 .tile .note { font-size: 14px; line-height: 1.4; color: var(--muted) }
-.scroll { overflow-x: auto }
+/* A shade at the edge beyond which a box scrolls. */
+.scroll { overflow-x: auto; background: linear-gradient(to right, var(--card) 30%, transparent) local,
+  linear-gradient(to left, var(--card) 30%, transparent) 100% 0 local,
+  linear-gradient(to right, rgb(128 128 128 / .35), transparent) scroll,
+  linear-gradient(to left, rgb(128 128 128 / .35), transparent) 100% 0 scroll;
+  background-repeat: no-repeat; background-size: 40px 100%, 40px 100%, 10px 100%, 10px 100% }
 table { border-collapse: collapse; width: 100%; font-size: 15px; margin: 16px 0 4px;
   font-variant-numeric: tabular-nums }
-caption { text-align: left; color: var(--muted); font-size: 14px; padding-bottom: 6px }
+caption, .card > .caption { text-align: left; color: var(--muted); font-size: 14px; padding-bottom: 6px }
 th, td { text-align: left; vertical-align: top; padding: 9px 20px 9px 0; border-bottom: 1px solid var(--line) }
 th:last-child, td:last-child { padding-right: 0 }
 tbody tr:last-child > * { border-bottom: 0 }
@@ -282,6 +295,20 @@ button:focus-visible, a:focus-visible, summary:focus-visible, .scroll:focus-visi
   text-decoration-color: var(--muted) }
 .tools button[hidden] { display: none }
 .nowrap, data { white-space: nowrap }
+.card > .caption { margin: 16px 0 -12px }
+.sortable tbody th { position: sticky; left: 0; background: var(--card); padding-right: 14px; white-space: nowrap }
+.sortable wbr { display: none }
+.sortable td:has(code) { min-width: 12em }
+.sortable td code { white-space: pre-wrap }
+.outcome { font-weight: 600; white-space: nowrap }
+.outcome::before { content: "\\2013"; display: inline-block; width: 1.2em; font-weight: 700 }
+.outcome.matches::before { content: "\\2713"; color: var(--accent1) }
+.outcome.better::before { content: "\\2191"; color: var(--accent6) }
+.outcome.misses::before { content: "\\2717"; color: var(--accent2) }
+.outcome.not-run, .outcome.measured { font-weight: 400; color: var(--muted) }
+.card > .missing { font-size: 14px; margin: 10px 0 0 }
+.card ul { padding-left: 1.2em; max-width: 80ch }
+.card li { margin-bottom: 8px }
 .spot { display: inline-block; width: 11px; height: 11px; border-radius: 50%; background: var(--accent);
   margin-right: 4px }
 .about { display: block; font-weight: 400; font-size: 14px; color: var(--muted); padding-left: 19px }
@@ -295,6 +322,12 @@ svg { display: block; width: 100%; height: auto; overflow: visible }
 .drawings svg:only-child { max-width: 520px }
 .wide svg { min-width: 680px }
 svg * { stroke-linejoin: round; stroke-linecap: butt }
+.gallery { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 36px 32px;
+  align-items: start; margin-top: 24px }
+.shown, .shown + .shown { margin: 0; min-width: 0 }
+.shown.wide { grid-column: 1 / -1 }
+.shown h3 { margin: 0 0 10px; font-size: 15px }
+.drawing svg { min-width: var(--least); max-width: var(--most) }
 details { margin-top: 20px }
 summary { cursor: pointer; font-weight: 600; font-size: 15px }
 footer { color: var(--muted); font-size: 14px; padding-top: 8px; padding-bottom: 56px }
@@ -305,6 +338,8 @@ footer { color: var(--muted); font-size: 14px; padding-top: 8px; padding-bottom:
   .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 12px; margin: 16px 0 }
   .tile { padding: 12px 14px }
   .tile .value { font-size: 28px }
+  .sortable wbr { display: inline }
+  .sortable tbody th { max-width: 42vw; white-space: normal; overflow-wrap: break-word }
 }
 @media print { body { background: none } .tile, figure, tr { break-inside: avoid } .tools, .contents { display: none } }
 """

@@ -116,6 +116,7 @@ def _record(
     notes.append(f"time of one run{' (mean)' if len(runs) > 1 else ''}, {at_once}")
     commits = list(dict.fromkeys(run.info.get("commit") for run in runs))
     notes += [f"trained at commits {' and '.join(map(str, commits))}"] if len(commits) > 1 else []
+    shares = [found.values["sparsity"] for found in results if "sparsity" in found.values]
     record = measured(
         name,
         measure,
@@ -126,6 +127,7 @@ def _record(
         paper_value=None if paper is None else paper.value,
         paper_std=None if paper is None else paper.std,
         notes="; ".join(notes),
+        sparsity=statistics.fmean(shares) if shares else None,
     )
     return of_runs(record, runs)
 

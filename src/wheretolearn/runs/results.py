@@ -11,13 +11,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from scipy.special import stdtrit
+
 from wheretolearn.config import differences, from_dict, to_dict, toml_text
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.storage import read_json, write_json
 
-_COMPUTED = ("mean", "std", "difference", "within_stds")
+_COMPUTED = ("mean", "std", "interval", "difference", "within_stds")
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,16 @@ class ResultRecord:
     versions: dict[str, str] = field(default_factory=dict)
     config: dict[str, object] = field(default_factory=dict)
     notes: str = ""
+    sparsity: float | None = None  # of the runs, in percent, mean over seeds; None where no mask is learned
+    task_intervals: tuple[float, ...] = ()  # by seed: half the 95 % interval over the tasks that it was tested on
 
     def __post_init__(self) -> None:
         if len(self.values) != len(self.seeds):
             raise ConfigError(f"{self.name}: {len(self.values)} values for {len(self.seeds)} seeds")
         if not all(map(math.isfinite, self.values)):
             raise ConfigError(f"{self.name}: the values of {self.metric} must be finite, got {self.values}")
+        if self.task_intervals and len(self.task_intervals) != len(self.seeds):
+            raise ConfigError(f"{self.name}: {len(self.task_intervals)} intervals for {len(self.seeds)} seeds")
 
     @property
     def mean(self) -> float | None:
@@ -53,6 +59,14 @@ class ResultRecord:
     def std(self) -> float | None:
         """Sample standard deviation over seeds (n - 1); None below two seeds."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def interval(self) -> float | None:
+        """Half the 95 % interval of the mean over seeds, by Student's t; None below two seeds."""
+        if self.std is None:
+            return None
+        count = len(self.values)
+        return float(stdtrit(count - 1, 0.975)) * self.std / math.sqrt(count)
 
     @property
     def difference(self) -> float | None:
@@ -81,6 +95,8 @@ def measured(
     paper_value: float | None = None,
     paper_std: float | None = None,
     notes: str = "",
+    sparsity: float | None = None,
+    task_intervals: Sequence[float] = (),
 ) -> ResultRecord:
     """A record of values by seed, measured now by this code on this machine."""
     return ResultRecord(
@@ -98,6 +114,8 @@ def measured(
         versions=environment.versions(),
         config=dict(config),
         notes=notes,
+        sparsity=sparsity,
+        task_intervals=tuple(task_intervals),
     )
 
 
@@ -201,6 +219,13 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), z * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def _same(computed: float | None, stored: Any) -> bool:
+    """Another machine may round the last digit otherwise."""
+    if computed is None or not isinstance(stored, (int, float)):
+        return computed is stored
+    return math.isclose(computed, stored, rel_tol=1e-9, abs_tol=1e-9)
+
+
 def _computed(record: ResultRecord) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _COMPUTED}
 
@@ -209,10 +234,10 @@ def _load(path: Path) -> ResultRecord:
     values = read_json(path)
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a result record")
-    stored = {name: values.pop(name, None) for name in _COMPUTED}
+    stored = {name: values.pop(name) for name in _COMPUTED if name in values}  # early versions had no interval
     record = from_dict(ResultRecord, values, where=str(path))
     for name, value in _computed(record).items():
-        if value != stored[name]:
+        if name in stored and not _same(value, stored[name]):
             raise UserError(f"{path}: {name} is {stored[name]}, but its values give {value}; do not edit records")
     return record
 
@@ -230,8 +255,8 @@ def _row(record: ResultRecord) -> list[str]:
         difference,
         str(len(record.seeds)) if record.seeds else "",
         record.hardware,
-        _duration(record.wall_seconds) if record.values else "",
-        _short(record.commit),
+        duration(record.wall_seconds) if record.values else "",
+        short_commit(record.commit),
         record.notes,
     ]
 
@@ -242,14 +267,15 @@ def _number(value: float | None, std: float | None, unit: str) -> str:
     return " ".join(filter(None, [f"{value:.2f}", "" if std is None else f"± {std:.2f}", unit]))
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`3 min`, for people."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _short(commit: str | None) -> str:
+def short_commit(commit: str | None) -> str:
     if commit is None:
         return ""
     name, plus, changes = commit.partition("+")

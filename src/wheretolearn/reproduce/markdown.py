@@ -1,0 +1,186 @@
+"""REPRODUCIBILITY.md: every cell of the paper beside ours, from the records."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from wheretolearn.reproduce.cells import Found, all_cells, look_up
+from wheretolearn.runs.results import ResultRecord, duration, short_commit
+
+TITLES = {
+    "table1": "5-way miniImageNet, Conv4-64: accuracy",
+    "table2": "5-way miniImageNet, ResNet-12: accuracy",
+    "table3": "gradient sparsity after the trainings of Table 1",
+    "table4": "the trainings of Table 1, tested on other image sets",
+    "table5": "continual learning of MNIST: retained accuracy (RA), backward transfer and interference (BTI)",
+    "table6": "online learning of Omniglot, MNIST and FashionMNIST: accuracy, in all and by image set",
+    "tableS1": "ResNet-12, small and large: accuracy, ensembles, sparsity",
+    "tableS3": "ablations, 5-way 5-shot miniImageNet",
+    "tableS4": "masks learned after MAML: accuracy and final sparsity",
+    "tableS5": "final sparsity of the trainings of Table 5",
+    "tableS7": "Split-CIFAR-10: accuracy, and the sparsities that the text names",
+    "tableS9": "what learning the mask adds to C-MAML",
+    "figure1": "how sparsity emerges",
+    "figure2": "number and size of inner steps",
+    "figure3": "sparsity of continual learners, MNIST rotations",
+    "figure4": "sparsity of La-MAML with 10 passes through each task",
+    "figureS1": "sparsity of batch-norm gains and of the head's bias",
+    "figureS2": "1-shot by the number of inner steps; sparsity by width",
+    "figureS3": "sparsity of continual learners, the other two problems",
+    "figureS4": "sparsity and RA by alpha_0",
+}
+
+INTRODUCTION = """\
+# Reproducibility
+
+Every cell of the paper's tables, and every point of its figures, beside what this code measured. Generated from the
+records in `results/` by `wheretolearn reproduce --markdown REPRODUCIBILITY.md`; a test fails when it is out of date.
+
+How to read it:
+
+- **paper** is the printed number, with its standard deviation over seeds; **ours** the mean over seeds, with their
+  sample standard deviation. Accuracies and sparsities are percentages.
+- **matches**: within two of the paper's standard deviations. Where it gives none: within two of ours, or one point,
+  whichever is more. **better**: further above it (not of sparsities, where more is just other). **misses**: all else.
+- **stale**: recorded with other settings than the preset has now, or by another version of the code. **not run**: no
+  record yet. **measured**: recorded, and the paper has no number for it.
+- A number over one seed says little; the column *seeds* tells.
+- What the numbers took, and what is to be said about them, stands below each table.
+"""
+
+INCONSISTENCIES = """\
+## The paper's own inconsistencies
+
+- Table 2 and Table S1 report the same trainings of MAML (5-shot, ResNet-12 small), with a standard deviation of 1.23 in
+  one and 0.23 in the other.
+- Table 6, sparse-ReLU-C-MAML: for p = 0.98 the parts do not average to the total (they give 96.4, it says 93.5); for
+  p = 0.9 the total is 86.1 in the main text and 84.7 ± 1.3 in the supplement, whose parts give 86.1. Table S9 repeats
+  93.5 with another standard deviation (0.4 for 0.5).
+- miniImageNet has 64, 16 and 20 classes to train, validate and test with; the paper says 64, 12 and 24.
+- La-MAML on many permutations: the printed gamma_m of 0.3 gives an RA of 37; 0.1 gives the table's.
+- The authors' code halves the mask's gradient, never reads the number of test steps, and sums losses over tasks where
+  Eq. 5 averages them. Here Eq. 5 holds, and presets whose outer optimizer is SGD have these factors in their settings.
+- Split-CIFAR-10: the paper speaks of four convolutional layers; the network of La-MAML, which it names, has three.
+- Sparse-ReLU-MAML's rates start in U(0.05, 0.1) in the paper and in U(0.005, 0.1) in the authors' code.
+- Numbers of methods that the paper compares with are mostly not of its own runs; the notes of a table say whose.
+"""
+
+
+def page(records: Sequence[ResultRecord]) -> str:
+    """The whole page."""
+    found = look_up(all_cells(), records)
+    used = {id(one.record) for one in found}
+    known = {cell.preset.name for cell in all_cells()}
+    parts = [INTRODUCTION, _summary(found), INCONSISTENCIES]
+    for table in dict.fromkeys(one.cell.table for one in found):
+        extra = [own for own in records if id(own) not in used and own.name.partition(".")[0] == table]
+        parts.append(_table(table, [one for one in found if one.cell.table == table], extra))
+    if lost := [own for own in records if own.name not in known]:
+        names = ", ".join(f"`{own.name}` {own.metric}" for own in lost)
+        parts.append(f"## Records without a preset\n\nStale, as no preset has their names any more: {names}\n")
+    return "\n".join(parts)
+
+
+def _summary(found: Sequence[Found]) -> str:
+    counts: dict[str, Counter[str]] = {}
+    for one in found:
+        counts.setdefault(one.cell.table, Counter())[_outcome(one)] += 1
+    columns = ["matches", "better", "misses", "stale", "not run", "measured"]
+    rows = [
+        [f"[{_name(table)}](#{_anchor(table)})", *(str(own[column] or "") for column in columns)]
+        for table, own in counts.items()
+    ]
+    total = Counter(_outcome(one) for one in found)
+    rows.append(["**all**", *(f"**{total[column]}**" for column in columns)])
+    return "## Summary\n\n" + _rows([["", *columns], ["---", *["---:"] * len(columns)], *rows])
+
+
+def _table(table: str, found: Sequence[Found], extra: Sequence[ResultRecord]) -> str:
+    lines = [["row", "measure", "paper", "ours", "seeds", "verdict"], ["---", "---", "---:", "---:", "---:", "---"]]
+    lines += [_cell_row(one) for one in found]
+    lines += [[_row_name(own.name), own.metric, "-", _ours(own), str(len(own.seeds)), "measured"] for own in extra]
+    command = f"wheretolearn reproduce {table}"
+    parts = [f"## {_name(table)}: {TITLES[table]}\n\n`{command}`; one row: `{command} --rows {_example(found)}`\n"]
+    parts.append(_rows(lines))
+    if took := _took([one.record for one in found if one.record is not None] + list(extra)):
+        parts.append(f"What it took:\n\n{took}")
+    if notes := _notes(found):
+        parts.append(f"Notes:\n\n{notes}")
+    return "\n".join(parts)
+
+
+def _cell_row(one: Found) -> list[str]:
+    cell, record = one.cell, one.record
+    paper = "-" if cell.paper is None else _number(cell.paper.value, cell.paper.std)
+    outcome = _outcome(one)
+    shown = {"misses": "**misses**", "stale": "*stale*"}.get(outcome, outcome)
+    ours, seeds = ("", "") if record is None else (_ours(record), str(len(record.seeds)))
+    return [_row_name(cell.preset.name), cell.measure, paper, ours, seeds, shown]
+
+
+def _outcome(one: Found) -> str:
+    if one.status != "recorded":
+        return one.status
+    return one.verdict or "measured"
+
+
+def _took(records: Iterable[ResultRecord]) -> str:
+    """One line for each run, as records of one run share all of this."""
+    lines: dict[str, list[str]] = {}
+    for own in records:
+        facts = [
+            f"{duration(own.wall_seconds)} a run",
+            own.hardware,
+            f"torch {own.versions.get('torch', 'unknown')}",
+            f"commit {short_commit(own.commit) or 'unknown'}",
+            own.date,
+        ]
+        lines.setdefault(", ".join(facts), []).append(f"`{_row_name(own.name)}`")
+    return "".join(f"- {', '.join(dict.fromkeys(rows))}: {facts}\n" for facts, rows in lines.items())
+
+
+def _notes(found: Sequence[Found]) -> str:
+    """What is to be said about the paper's numbers and ours; rows with the same words share a line."""
+    lines: dict[str, list[str]] = {}
+    for one in found:
+        row = f"`{_row_name(one.cell.preset.name)}`"
+        paper = one.cell.paper
+        if paper is not None and paper.note:
+            lines.setdefault(f"the paper's number: {paper.note}", []).append(row)
+        if one.stale is not None:
+            lines.setdefault(f"stale: {one.stale}", []).append(row)
+        if one.record is not None:
+            text = "; ".join(part for part in one.record.notes.split("; ") if not part.startswith("the paper's number"))
+            if text:
+                lines.setdefault(text, []).append(row)
+    return "".join(f"- {', '.join(dict.fromkeys(rows))}: {text}\n" for text, rows in lines.items())
+
+
+def _rows(rows: Iterable[Sequence[str]]) -> str:
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+
+
+def _ours(record: ResultRecord) -> str:
+    return "" if record.mean is None else _number(record.mean, record.std)
+
+
+def _number(value: float, std: float | None) -> str:
+    return f"{value:.2f}" + ("" if std is None else f" ± {std:.2f}")
+
+
+def _row_name(preset: str) -> str:
+    return preset.partition(".")[2]
+
+
+def _example(found: Sequence[Found]) -> str:
+    return _row_name(found[0].cell.preset.name)
+
+
+def _name(table: str) -> str:
+    kind = "table" if table.startswith("table") else "figure"
+    return f"{kind.capitalize()} {table.removeprefix(kind)}"
+
+
+def _anchor(table: str) -> str:
+    """As GitHub makes it from the heading."""
+    heading = f"{_name(table)}: {TITLES[table]}".lower()
+    return "".join(sign for sign in heading.replace(" ", "-") if sign.isalnum() or sign in "-_")

@@ -1,0 +1,249 @@
+"""What has to be run for cells of the paper: which trainings, with which seeds, and how far they are."""
+
+import statistics
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from wheretolearn.config import differences, from_dict
+from wheretolearn.data import glyphs, image_set
+from wheretolearn.errors import DataError, UserError
+from wheretolearn.presets import Preset, Scale, list_presets, load_preset
+from wheretolearn.reproduce.cells import Cell, Found, all_cells, look_up, training_of
+from wheretolearn.reproduce.protocols import PROTOCOLS, config_of
+from wheretolearn.runs import environment
+from wheretolearn.runs.folder import RunFolder
+from wheretolearn.runs.records import record_name
+from wheretolearn.runs.results import ResultRecord
+from wheretolearn.version import __version__
+
+State = Literal["missing", "begun", "finished"]
+
+
+@dataclass(eq=False)
+class Training:
+    """Runs of one setting, a run for each seed, and the presets that are measured on them."""
+
+    preset: Preset  # the first with these settings, after which the runs are named
+    seeds: tuple[int, ...]
+    folder: Path
+    start: "Training | None" = None  # the training whose finished runs these begin with
+    to_record: list[Preset] = field(default_factory=list)
+
+    def place(self, seed: int) -> Path:
+        return self.folder / f"{self.preset.name}-seed{seed}"
+
+    def config(self, seed: int) -> Any:
+        config = config_of(self.preset)
+        if self.start is None:
+            return config
+        return replace(config, start_from=str(self.start.place(seed).resolve()))
+
+    @property
+    def image_sets(self) -> list[str]:
+        return PROTOCOLS[self.preset.protocol].image_sets(config_of(self.preset))
+
+    def states(self) -> dict[int, State]:
+        return {seed: self._state(self.place(seed)) for seed in self.seeds}
+
+    @property
+    def finished(self) -> bool:
+        return all(state == "finished" for state in self.states().values())
+
+    def _state(self, place: Path) -> State:
+        if not (place / "run.json").exists():  # nothing, or what a kill left of its making
+            return "missing"
+        return "finished" if PROTOCOLS[self.preset.protocol].finished(RunFolder(place)) else "begun"
+
+
+@dataclass(eq=False)
+class Plan:
+    """The cells that were asked for, and the trainings that are missing for some of them."""
+
+    scale: Scale
+    found: list[Found]
+    trainings: list[Training]  # those that others start from come first
+    all_trainings: int  # with those whose cells are recorded
+
+    def count(self, state: State) -> int:
+        return sum(list(training.states().values()).count(state) for training in self.trainings)
+
+
+def make_plan(
+    cells: Sequence[Cell],
+    records: Sequence[ResultRecord],
+    seeds: Callable[[str], int],
+    scale: Scale,
+    folder: Path,
+    again: bool = False,
+) -> Plan:
+    """Everything that the cells need and that is not recorded; with ``again``, that too.
+
+    ``seeds`` tells how many a table has; a training that two tables share gets the larger number.
+    """
+    found = look_up(cells, records, scale)
+    named = _training_names(scale)
+    numbers: dict[str, int] = {}
+    for cell in cells:
+        first = named[cell.preset.name]
+        numbers[first] = max(numbers.get(first, 0), seeds(cell.table))
+    missing: dict[str, Preset] = {}
+    for one in found:
+        wanted = set(range(numbers[named[one.cell.preset.name]]))
+        if again or one.record is None or one.status != "recorded" or not wanted <= set(one.record.seeds):
+            missing[one.cell.preset.name] = one.cell.preset
+    trainings: dict[str, Training] = {}
+
+    def training(name: str, least: int = 0) -> Training:
+        first = named[name]
+        number = max(least, numbers.get(first, 0))
+        if first not in trainings:
+            preset = load_preset(first, scale=scale)
+            start = None if preset.after is None else training(preset.after, number)
+            trainings[first] = Training(preset, tuple(range(number)), folder, start)
+        return trainings[first]
+
+    for preset in missing.values():
+        training(preset.name).to_record.append(preset)
+    needed = {own.start for own in trainings.values() if own.start is not None and not own.finished}
+    trainings = {name: own for name, own in trainings.items() if own.to_record or own in needed}
+    everything = {named[cell.preset.name] for cell in cells}
+    return Plan(scale, found, list(trainings.values()), len(everything | trainings.keys()))
+
+
+def check_runs(plan: Plan) -> None:
+    """Refuse a folder that holds other runs under the names of those that are wanted."""
+    for training in plan.trainings:
+        protocol = PROTOCOLS[training.preset.protocol]
+        for seed, state in training.states().items():
+            if state == "missing":
+                continue
+            run = RunFolder.open(training.place(seed))
+            found = from_dict(protocol.settings, run.config, where=str(run.path))
+            changed = differences(training.config(seed), found)
+            other = [text for name, text in changed.items() if name not in protocol.incidental - {"precision"}]
+            version = run.info.get("versions", {}).get("wheretolearn")
+            if other or version != __version__:
+                why = f"with other settings: {', '.join(other)}" if other else f"of version {version}"
+                raise UserError(f"{run.path} holds a run {why}. Move it away, or choose another folder with --runs")
+
+
+def check_data(plan: Plan) -> None:
+    """Refuse to start where image sets are missing; says which, and which rows need them."""
+    needed: dict[str, list[str]] = {}
+    for training in plan.trainings:
+        for name in dict.fromkeys(training.image_sets):
+            needed.setdefault(name, []).extend([preset.name for preset in training.to_record] or [training.preset.name])
+        for preset in training.to_record:
+            if preset.evaluate.data is not None:
+                needed.setdefault(preset.evaluate.data, []).append(preset.name)
+    absent = {name: rows for name, rows in needed.items() if name != glyphs.NAME and not image_set.exists(name)}
+    if not absent:
+        return
+    everything = {preset.name for training in plan.trainings for preset in training.to_record}
+    lines = []
+    for name, rows in absent.items():
+        unique = sorted(set(rows))
+        which = "every row" if set(unique) >= everything else _some(unique)
+        lines.append(f"{name} is needed for {which}: `wheretolearn data get {name}`")
+    if left := sorted(everything - {row for rows in absent.values() for row in rows}):
+        lines.append(f"what can be run now, with --rows: {_some(left)}")
+    raise DataError("image sets are missing.\n" + "\n".join(lines))
+
+
+def check_records(plan: Plan, records: Sequence[ResultRecord], folder: Path) -> None:
+    """Refuse to replace records that count and have seeds which these runs will not have."""
+    seeds = {preset.name: training.seeds for training in plan.trainings for preset in training.to_record}
+    for one in look_up([own.cell for own in plan.found if own.cell.preset.name in seeds], records, plan.scale):
+        name = one.cell.preset.name
+        if one.record is None or one.status != "recorded" or one.record.name != record_name(name, plan.scale):
+            continue
+        if lost := [str(seed) for seed in one.record.seeds if seed not in seeds[name]]:
+            raise UserError(
+                f"{folder} holds a record of {name}, {one.cell.measure}, with seeds that would be lost: "
+                f"{', '.join(lost)}. Ask for more --seeds, or choose another folder with --record"
+            )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a plan may take, and what that rests on."""
+
+    seconds: float | None  # of what is known; None: nothing is
+    basis: str
+
+
+def estimate(plan: Plan, records: Sequence[ResultRecord], workers: int, device: str) -> Estimate:
+    """From records of the same trainings, on hardware like this where there are any, else from reference times."""
+    parts = parts_per_training(plan, workers, device)
+    times: list[float] = []
+    bases: dict[str, None] = {}
+    unknown = 0
+    for training in plan.trainings:
+        left = [seed for seed, state in training.states().items() if state != "finished"]
+        if not left:
+            continue
+        known = _seconds_of_a_run(training, plan.scale, records)
+        if known is None:
+            unknown += len(left)
+            continue
+        seconds, basis = known
+        bases[basis] = None
+        lanes = PROTOCOLS[training.preset.protocol].lanes or device != "cpu"
+        times += [seconds] * (min(parts, len(left)) if lanes else len(left))
+    if not times:
+        return Estimate(None if unknown else 0.0, "nothing like it is recorded")
+    total = max(max(times), sum(times) / (workers if device == "cpu" else 1))
+    return Estimate(total, "; ".join(bases) + (f"; not counting {unknown} runs of unknown length" if unknown else ""))
+
+
+def parts_per_training(plan: Plan, workers: int, device: str) -> int:
+    """Into how many programs the seeds of a training are split, where several seeds can be one program.
+
+    It depends on all that was asked for, not on what is left of it: an interrupted run goes on to the same bits.
+    """
+    return 1 if device != "cpu" else -(-workers // max(1, plan.all_trainings))
+
+
+def _seconds_of_a_run(training: Training, scale: Scale, records: Sequence[ResultRecord]) -> tuple[float, str] | None:
+    names = {
+        record_name(name, scale) for name, first in _training_names(scale).items() if first == training.preset.name
+    }
+    alike = [record for record in records if record.name in names and record.wall_seconds > 0]
+    here = [record for record in alike if record.hardware == environment.hardware()]
+    chosen = here or alike
+    if chosen:
+        basis = "runs recorded on this hardware" if here else f"runs recorded on {chosen[0].hardware}"
+        return statistics.median(record.wall_seconds for record in chosen), basis
+    return _reference(training.preset.name) if scale == "quick" else None
+
+
+def _reference(preset: str) -> tuple[float, str] | None:
+    """From times.toml, which has small runs only: the longest prefix of a preset's name counts."""
+    document = tomllib.loads(files(__package__).joinpath("times.toml").read_text(encoding="utf-8"))
+    times: dict[str, float] = document["seconds"]
+    parts = preset.split(".")
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        if name in times:
+            return times[name], f"times measured on {document['hardware']}"
+    return None
+
+
+@cache
+def _training_names(scale: Scale) -> Mapping[str, str]:
+    """By preset, the first preset with the same training; tables come before figures."""
+    order = list(dict.fromkeys(cell.preset.name for cell in all_cells(scale)))
+    presets = {preset.name: preset for preset in list_presets(scale=scale)}
+    first: dict[tuple[Any, ...], str] = {}
+    return {name: first.setdefault(training_of(presets[name]), name) for name in order}
+
+
+def _some(names: Iterable[str], most: int = 6) -> str:
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
