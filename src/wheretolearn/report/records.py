@@ -68,23 +68,26 @@ def _summary(found: Sequence[Found]) -> Html:
 
 
 def _table(found: Sequence[Found]) -> Html:
+    measures = {one.cell.measure for one in found}
+    several = len(measures) > 1  # a phone has no room for a column that says the same in every row
     rows = []
     for one in found:
         cell, record = one.cell, one.record
         rows.append(
             [
                 breakable(cell.preset.name.partition(".")[2]),
-                cell.measure,
+                *([cell.measure] if several else []),
                 "" if cell.paper is None else _number(cell.paper.value, cell.paper.std),
                 "" if record is None or record.mean is None else _number(record.mean, record.std),
-                "" if record is None else value(str(len(record.seeds)), float(len(record.seeds))),
                 element("span", outcome(one), class_=f"outcome {outcome(one).replace(' ', '-')}"),
+                "" if record is None else value(str(len(record.seeds)), float(len(record.seeds))),
                 "" if record is None else value(duration(record.wall_seconds), record.wall_seconds),
             ]
         )
-    header = ["Row", "measure", "paper", "ours", "seeds", "verdict", "time of a run"]
+    header = ["Row", *(["measure"] if several else []), "paper", "ours", "verdict", "seeds", "time of a run"]
     done = sum(one.status == "recorded" for one in found)
-    caption = f"{done} of {len(found)} numbers are on record; mean ± standard deviation over seeds, in %"
+    what = "" if several else f"{measures.pop()}, "
+    caption = f"{done} of {len(found)} numbers are on record; {what}mean ± standard deviation over seeds, in %"
     return table(header, rows, caption, sortable=True)
 
 
