@@ -4,13 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-slow lint format docs clean
 
 demo: $(READY)
 	$(BIN)/wheretolearn demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -20,6 +23,10 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY)
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
+	@echo build/docs/index.html
 
 # torch first and alone: a looser requirement met first would pull in several gigabytes of CUDA.
 $(READY): pyproject.toml constraints.txt
