@@ -40,7 +40,7 @@ def reproduce(
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(help="Runs of each setting, seeds from 0; default: the paper's number; quick: 3, or 2.", min=1),
+        typer.Option(help="Runs of each setting, seeds from 0; default: the paper's number; quick: 2 to 5.", min=1),
     ] = None,
     scale: Annotated[str, typer.Option(help="paper, or quick: small versions for a laptop.")] = "paper",
     device: Device = "auto",
@@ -142,7 +142,8 @@ def _print_plan(
 def _print_cells(found: Sequence[Found]) -> None:
     console = Console()
     for name in dict.fromkeys(own.cell.table for own in found):
-        table = Table(title=name, title_justify="left")
+        # Without borders the longest rows of most tables fit 80 columns.
+        table = Table(title=f"\n{name}", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
         _add_columns(table, ("row", "measure", "paper", "ours", "seeds", "verdict"))
         for own in found:
             if own.cell.table == name:
@@ -154,8 +155,10 @@ def _add_columns(table: Table, headings: Sequence[str]) -> None:
     for heading in headings:
         table.add_column(
             heading,
-            no_wrap=heading not in ("verdict", "latest"),
+            no_wrap=heading in ("paper", "ours"),
+            min_width=len("recorded") if heading == "verdict" else None,
             justify="right" if heading in ("paper", "ours", "seeds") else "left",
+            overflow="fold",
         )
 
 

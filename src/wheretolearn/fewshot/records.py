@@ -53,7 +53,7 @@ def result_records(evaluations: Evaluations, preset_name: str | None = None) -> 
         maker = _Maker(preset, scale, runs)
         for evaluation in zip(*(evaluations[run] for run in runs), strict=True):
             records.append(maker.accuracy(evaluation))
-        if load_trained(runs[0])[2].raw:
+        if maker.sparsities:
             records.append(maker.sparsity())
     return records
 
@@ -68,6 +68,8 @@ class _Maker:
         # A record tells others how to repeat it: the name of a folder helps them, its place here does not.
         start = None if config.start_from is None else Path(config.start_from).name
         self.config = replace(config, start_from=start)
+        masks = {run.seed: load_trained(run)[2] for run in runs}
+        self.sparsities = {seed: mask.sparsity() for seed, mask in masks.items() if mask.raw}
 
     def accuracy(self, evaluations: Sequence[Evaluation]) -> ResultRecord:
         """Of one measurement, by seed."""
@@ -82,10 +84,10 @@ class _Maker:
         if first.models > 1:
             notes.insert(0, f"mean prediction of the {first.models} best models by validation")
         values = {run.seed: 100 * e.accuracy for run, e in zip(self.runs, evaluations, strict=True)}
-        return self._record(self._metric(first), values, notes, (self.config.data, first.data))
+        return self._record(self._metric(first), values, notes, (self.config.data, first.data), widths)
 
     def sparsity(self) -> ResultRecord:
-        found = {run.seed: load_trained(run)[2].sparsity() for run in self.runs}
+        found = self.sparsities
         layers = next(iter(found.values())).by_layer
         means = {layer: statistics.fmean(s.by_layer[layer] for s in found.values()) for layer in layers}
         notes = ["by layer: " + ", ".join(f"{layer} {100 * mean:.1f}" for layer, mean in means.items())]
@@ -105,7 +107,14 @@ class _Maker:
             metric += f" after {evaluation.steps} step{'' if evaluation.steps == 1 else 's'}"
         return metric
 
-    def _record(self, metric: str, values: dict[int, float], notes: list[str], data: Sequence[str]) -> ResultRecord:
+    def _record(
+        self,
+        metric: str,
+        values: dict[int, float],
+        notes: list[str],
+        data: Sequence[str],
+        task_intervals: Sequence[float] = (),
+    ) -> ResultRecord:
         """Time, hardware, commit and versions are those of training; the notes say where it was measured."""
         changed = differences(replace(self.expected, start_from=None), settings_of(self.runs[0]))
         comparable = self.scale == "paper" and metric == self.preset.measure and changed.keys() <= INCIDENTAL
@@ -131,6 +140,8 @@ class _Maker:
             config=to_dict(self.config),
             paper_value=None if paper is None else paper.value,
             paper_std=None if paper is None else paper.std,
+            sparsity=100 * statistics.fmean(s.overall for s in self.sparsities.values()) if self.sparsities else None,
+            task_intervals=task_intervals,
         )
         notes.append(f"measured on {environment.hardware()} at commit {record.commit}")
         return of_runs(replace(record, notes="; ".join(notes)), self.runs)

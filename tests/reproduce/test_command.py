@@ -1,0 +1,199 @@
+"""The real command in real processes: plan, records, what is skipped, resumed or refused, and kills at any moment."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from wheretolearn.cli import app
+from wheretolearn.errors import Stopped, UserError
+from wheretolearn.reproduce.cells import all_cells, cells_named, load_records
+from wheretolearn.runs.folder import RunFolder
+
+pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
+
+SMALL = ["table5", "--scale", "quick", "--device", "cpu", "--rows", "sgd.rotations", "--rows", "er.rotations"]
+# What a record says of the time it was made.
+OF_THE_TIME = ("wall_seconds", "date")
+COMMIT = "0123456789"
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "wheretolearn", "reproduce", *arguments],
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "250", "NO_COLOR": "1", "WHERETOLEARN_COMMIT": COMMIT},
+    )
+
+
+def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    process = start(folder, *arguments)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def contents(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every record, less what differs between two runs of the same."""
+    found = {}
+    for path in sorted(folder.glob("results/quick/*/*")):
+        record = json.loads(path.read_text())
+        found[path.name] = {key: value for key, value in record.items() if key not in OF_THE_TIME}
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
+    """Two rows with two seeds, never interrupted."""
+    folder = tmp_path_factory.mktemp("straight")
+    done = run(folder, *SMALL, "--seeds", "2")
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_it_tells_its_plan_goes_through_it_and_records(straight: tuple[Path, Any]) -> None:
+    folder, done = straight
+    assert "3 cells: 0 recorded, 0 stale, 3 not run" in done.stderr
+    assert "2 trainings: 4 runs to do, 0 to resume, 0 finished, in runs/reproduce/quick" in done.stderr
+    assert "time: about " in done.stderr
+    for row in ("sgd.rotations", "er.rotations"):
+        assert f"table5.{row}: begun" in done.stderr
+        assert f"table5.{row}: recorded; RA " in done.stderr
+    assert set(contents(folder)) == {
+        "table5.er.rotations-at-quick-scale.RA.json",
+        "table5.sgd.rotations-at-quick-scale.RA.json",
+        "table5.sgd.rotations-at-quick-scale.BTI.json",
+    }
+    records = load_records(folder / "results" / "quick")
+    assert all(record.seeds == (0, 1) and record.interval is not None for record in records)
+    table = [line for line in done.stdout.splitlines() if line.strip().startswith("sgd.rotations ")]
+    assert len(table) == 2
+    assert all("±" in line and "recorded" in line for line in table)
+
+
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """The command in this process, for what trains nothing."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("WHERETOLEARN_COMMIT", COMMIT)
+    return CliRunner().invoke(app, ["reproduce", *arguments])
+
+
+def test_what_is_recorded_is_not_run_again(straight: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = straight
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    done = call(folder, monkeypatch, *SMALL, "--seeds", "2")
+    assert done.exit_code == 0
+    assert "nothing to run: all is recorded in results/quick" in done.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_lost_records_are_made_anew_from_the_finished_runs(
+    straight: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = straight
+    done = call(folder, monkeypatch, *SMALL, "--seeds", "2", "--record", str(tmp_path / "results" / "quick"))
+    assert done.exit_code == 0
+    assert "0 runs to do, 0 to resume, 4 finished" in done.stderr
+    assert ": begun" not in done.stderr
+    assert contents(tmp_path) == contents(folder)
+
+
+def test_the_list_shows_every_cell_with_its_state(straight: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    done = call(straight[0], monkeypatch, "table5", "--scale", "quick", "--list")
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    assert sum(line.endswith("recorded") for line in lines) == 3
+    assert sum(line.endswith("not run") for line in lines) == len(cells_named(["table5"], scale="quick")) - 3
+
+
+def test_the_list_of_the_paper_has_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = call(tmp_path, monkeypatch, "--list")
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    assert sum(line.endswith("not run") for line in lines) == len(all_cells())
+    assert any(re.fullmatch(r"gem\.many +BTI +-23\.52 ± 0\.87 +not run", line) for line in lines)
+
+
+def test_mistakes_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, complaint in (
+        ([], "name a table or figure, such as table5"),
+        (["table7"], "no table, figure or row is called 'table7'; the nearest: table"),
+        (["table5", "--scale", "tiny"], "there is no scale 'tiny'"),
+        (["table4", "--rows", "boil.shot1.cub"], "cub is needed for every row: `wheretolearn data get cub`"),
+        (["table5", "--markdown", "page.md"], "--markdown writes the page of all cells"),
+    ):
+        done = call(tmp_path, monkeypatch, *arguments)
+        assert isinstance(done.exception, UserError)
+        assert complaint in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_run_in_the_way_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "runs" / "reproduce" / "quick" / "table5.sgd.rotations-seed0"
+    with RunFolder.create(place, {"lr": 0.5}, 0, "continual"):
+        pass
+    done = call(tmp_path, monkeypatch, *SMALL, "--seeds", "1")
+    assert "table5.sgd.rotations-seed0 holds a run with other settings: " in str(done.exception)
+    assert sorted(path.name for path in place.parent.iterdir()) == [place.name]
+
+
+def test_killed_twice_it_ends_with_the_records_of_a_straight_run(straight: tuple[Path, Any], tmp_path: Path) -> None:
+    kill_and_go_on(tmp_path, [*SMALL, "--seeds", "2"], delays=(4.0, 6.0))
+    assert contents(tmp_path) == contents(straight[0])
+
+
+@pytest.mark.slow
+def test_killed_ten_times_at_random_points_it_ends_with_the_records_of_a_straight_run(tmp_path: Path) -> None:
+    command = ["table5", "--scale", "quick", "--device", "cpu", "--seeds", "3"]
+    for row in ("sgd", "er", "sparse-la-maml", "la-maml"):
+        command += ["--rows", row]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    straight.mkdir()
+    killed.mkdir()
+    done = run(straight, *command)
+    assert done.returncode == 0, done.stderr
+    random_points = random.Random(0)
+    interrupted = kill_and_go_on(killed, command, delays=[random_points.uniform(2.5, 9.0) for _ in range(10)])
+    assert interrupted >= 5, "the command ended by itself before most kills: give it more to do"
+    assert contents(killed) == contents(straight)
+
+
+def kill_and_go_on(folder: Path, command: Sequence[str], delays: Sequence[float]) -> int:
+    """Start the command and kill it, for each delay, then let it end. How many kills found it at work."""
+    interrupted = 0
+    for delay in delays:
+        process = start(folder, *command)
+        time.sleep(delay)
+        interrupted += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    done = run(folder, *command)
+    assert done.returncode == 0, done.stderr
+    assert not list(folder.rglob("*.tmp"))
+    return interrupted
+
+
+def test_ctrl_c_saves_and_says_that_the_same_command_goes_on(straight: tuple[Path, Any], tmp_path: Path) -> None:
+    process = start(tmp_path, *SMALL, "--seeds", "2")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if ": begun" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate()
+    assert process.returncode == Stopped.exit_code
+    assert "error: stopped and saved; the same command goes on" in rest
+    done = run(tmp_path, *SMALL, "--seeds", "2")
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path) == contents(straight[0])
