@@ -78,7 +78,7 @@ def test_lanes(monkeypatch):
     lanes[1].recording = True
     before = plain[0].state()
     for one, two in zip(batches(1), batches(2), strict=True):
-        found = [own.step([one, two]) for own in lanes]
+        found = [own.step(*map(torch.stack, zip(one, two, strict=True))) for own in lanes]
         assert torch.equal(*found)
     for learner, other in zip(plain, tried, strict=True):
         assert_same(learner, other)

@@ -268,3 +268,10 @@ def test_a_stream_that_learns_gets_better(make_run):
         accuracies = [value for record in run.metrics() for value in record["accuracies"]]
     assert sum(accuracies[-10:]) / 10 > 0.6
     assert sum(accuracies[:1]) < 0.3
+
+
+def test_runs_whose_batches_differ_in_size_are_not_lanes_of_one_group(make_run, monkeypatch):
+    monkeypatch.setattr(training, "LANES_ON", ("cpu",))
+    runs = [make_run(str(shots), seed=0, steps=2, inner_steps=1, shots=shots) for shots in (2, 3)]
+    train_together(runs)
+    assert all(finished(run) for run in runs)

@@ -132,22 +132,27 @@ class OnlineConfig:
     @property
     def unused(self) -> frozenset[str]:
         """Settings that have no effect on this learner."""
-        c_maml = {"mask_lr", "mask_init", "switch_margin", "update_scale", "buffer", "restart"}
-        bgd = {"mean_eta", "initial_std", "samples"}
-        metacog = {"l1", "logit_init"}
         pretraining = {field.name for field in fields(self) if field.name.startswith("pretrain_")}
-        used: set[str] = set()
-        if self.learner in DETECTING:
-            used |= c_maml
-        if self.learner in ("bgd", "metabgd", "metacog"):
-            used |= bgd
-        if self.learner == "metacog":
-            used |= metacog
+        inner_loop = {"inner_steps", "inner_lr", "adapt_norm"}
+        of_some = inner_loop | pretraining | {"lr", "order", "mean_eta", "initial_std", "samples", "l1", "logit_init"}
+        of_some |= {"mask_lr", "mask_init", "switch_margin", "update_scale", "buffer", "restart"}
+        used = {
+            "online-adam": {"lr"},
+            "maml": inner_loop,
+            "anil": inner_loop,
+            "bgd": {"mean_eta", "initial_std", "samples"},
+            "metabgd": inner_loop | {"order", "mean_eta", "initial_std", "samples"},
+            "metacog": inner_loop | {"order", "mean_eta", "initial_std", "samples", "l1", "logit_init"},
+        }.get(self.learner, inner_loop | {"lr", "switch_margin", "update_scale", "buffer", "restart"})
+        if self.learner in ("c-maml", *MASKED):
+            used = used | {"mask_lr"}
+        if self.learner == "sparse-c-maml":
+            used = used | {"mask_init"}
+        if self.learner == "sparse-relu-c-maml":
+            used = used - {"inner_lr"}
         if self.pretrain:
-            used |= pretraining
-        if self.pretrain or self.learner in ("metabgd", "metacog"):
-            used |= {"order"}
-        return frozenset(({"order"} | c_maml | bgd | metacog | pretraining) - used)
+            used = used | pretraining | inner_loop | {"lr", "order"}
+        return frozenset(of_some - used)
 
     def _check_ranges(self) -> None:
         positive = (

@@ -397,7 +397,7 @@ def side_by_side(members: Sequence[_Member], device: str, notify: Notify | None)
         if torch.device(device).type in LANES_ON and isinstance(learner, CMAML) and not member.ended:
             shapes = tuple((name, tensor.shape) for name, tensor in learner.theta.items())
             config = member.config
-            like = (learner.inner_steps, learner.mask.names, shapes, config.precision, config.sources)
+            like = (learner.inner_steps, learner.mask.names, shapes, config.precision, config.sources, config.shots)
             alike.setdefault(like, []).append(member)
         else:
             groups.append(_Alone(member, device, notify))

@@ -62,7 +62,7 @@ def adapted(
 
 
 def loss_of(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of ``[..., images, ways]``, mean over the images."""
+    """Cross-entropy of ``[..., images, ways]``, mean over the images; no image counts more than its type can tell."""
     own = probabilities.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return -own.clamp_min(torch.finfo(own.dtype).tiny).log().mean(-1)
 
