@@ -249,7 +249,7 @@ def test_records_that_cannot_be_written_are_refused_before_any_work(straight, tm
         tmp_path / "run", [PRESET], overrides=SMALL[1::2], seed=1, seeds=2, record=straight[0] / "records"
     )
     other = [*SMALL[1::2], "lr=0.2"]
-    assert "with other settings: lr=0.15 there, 0.2 here. Choose another folder" in refusal(
+    assert "with other settings: lr=0.05 there, 0.2 here. Choose another folder" in refusal(
         tmp_path / "run", [PRESET], overrides=other, seeds=2, record=straight[0] / "records"
     )
     assert not (tmp_path / "run").exists()

@@ -57,12 +57,8 @@ def record_page(folder: Path, more: Sequence[Section] = (), curves: Sequence[Cur
     return report_page("Learning where to learn, measured again", about, sections, [_summary(numbers)])
 
 
-def outcome(one: Found) -> str:
-    return one.status if one.status != "recorded" else one.verdict or "measured"
-
-
 def _summary(found: Sequence[Found]) -> Html:
-    counts = Counter(map(outcome, found))
+    counts = Counter(one.outcome for one in found)
     colours = {"matches": ACCENTS[0], "better": ACCENTS[5], "misses": ACCENTS[1]}
     return tiles([Tile(name, str(counts[name]), about, colours.get(name, MUTED)) for name, about in OUTCOMES.items()])
 
@@ -79,7 +75,7 @@ def _table(found: Sequence[Found]) -> Html:
                 *([cell.measure] if several else []),
                 "" if cell.paper is None else _number(cell.paper.value, cell.paper.std),
                 "" if record is None or record.mean is None else _number(record.mean, record.std),
-                element("span", outcome(one), class_=f"outcome {outcome(one).replace(' ', '-')}"),
+                element("span", one.outcome, class_=f"outcome {one.outcome.replace(' ', '-')}"),
                 "" if record is None else value(str(len(record.seeds)), float(len(record.seeds))),
                 "" if record is None else value(duration(record.wall_seconds), record.wall_seconds),
             ]
@@ -127,7 +123,7 @@ def _comparison(name: str, measure: str, found: Sequence[Found]) -> Drawing:
         assert record.mean is not None
         for mean, std, sign, colour, shift in (
             (paper.value, paper.std, "|", INK, 0.16),
-            (record.mean, record.std, "o", ACCENTS[0] if outcome(one) != "misses" else ACCENTS[1], -0.16),
+            (record.mean, record.std, "o", ACCENTS[0] if one.outcome != "misses" else ACCENTS[1], -0.16),
         ):
             if std is not None:
                 reach = [mean - 2 * std, mean + 2 * std]
@@ -136,7 +132,7 @@ def _comparison(name: str, measure: str, found: Sequence[Found]) -> Drawing:
         row = one.cell.preset.name.partition(".")[2]
         extra = one.cell.measure.removeprefix("sparsity of ") if one.cell.measure.startswith("sparsity of") else ""
         names.append(f"{row} {extra}".strip())
-        rows.append((row, one.cell.measure, paper.value, paper.std or "", record.mean, record.std or "", outcome(one)))
+        rows.append((row, one.cell.measure, paper.value, paper.std or "", record.mean, record.std or "", one.outcome))
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", labelcolor=INK, labelsize=7.5)
     axes.set_ylim(len(names) - 0.4, -0.6)

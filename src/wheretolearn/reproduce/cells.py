@@ -55,6 +55,11 @@ class Found:
             return None
         return compare(self.record, self.cell.paper, self.cell.measure)
 
+    @property
+    def outcome(self) -> str:
+        """The verdict, or why there is none."""
+        return self.status if self.status != "recorded" else self.verdict or "measured"
+
 
 def compare(record: ResultRecord, paper: Paper, measure: str) -> Verdict | None:
     """Level with the paper within two of its standard deviations; where it gives none, of ours, or one point."""

@@ -83,13 +83,13 @@ def page(records: Sequence[ResultRecord]) -> str:
 def _summary(found: Sequence[Found]) -> str:
     counts: dict[str, Counter[str]] = {}
     for one in found:
-        counts.setdefault(one.cell.table, Counter())[_outcome(one)] += 1
+        counts.setdefault(one.cell.table, Counter())[one.outcome] += 1
     columns = ["matches", "better", "misses", "stale", "not run", "measured"]
     rows = [
         [f"[{_name(table)}](#{_anchor(table)})", *(str(own[column] or "") for column in columns)]
         for table, own in counts.items()
     ]
-    total = Counter(_outcome(one) for one in found)
+    total = Counter(one.outcome for one in found)
     rows.append(["**all**", *(f"**{total[column]}**" for column in columns)])
     return "## Summary\n\n" + _rows([["", *columns], ["---", *["---:"] * len(columns)], *rows])
 
@@ -111,16 +111,9 @@ def _table(table: str, found: Sequence[Found], extra: Sequence[ResultRecord]) ->
 def _cell_row(one: Found) -> list[str]:
     cell, record = one.cell, one.record
     paper = "-" if cell.paper is None else _number(cell.paper.value, cell.paper.std)
-    outcome = _outcome(one)
-    shown = {"misses": "**misses**", "stale": "*stale*"}.get(outcome, outcome)
+    shown = {"misses": "**misses**", "stale": "*stale*"}.get(one.outcome, one.outcome)
     ours, seeds = ("", "") if record is None else (_ours(record), str(len(record.seeds)))
     return [_row_name(cell.preset.name), cell.measure, paper, ours, seeds, shown]
-
-
-def _outcome(one: Found) -> str:
-    if one.status != "recorded":
-        return one.status
-    return one.verdict or "measured"
 
 
 def _took(records: Iterable[ResultRecord]) -> str:

@@ -177,6 +177,10 @@ class _Work:
         self._recorded.add(training)
         with ExitStack() as folders:
             runs = [folders.enter_context(RunFolder.open(training.place(seed))) for seed in training.seeds]
+            if self.plan.scale == "paper":  # before the records, which tell that all is done
+                from wheretolearn.report.curves import save_curves  # here, as it loads matplotlib
+
+                save_curves(runs, self.results)
             for preset in training.to_record:
                 measures = [cell.measure for cell in all_cells(self.plan.scale) if cell.preset.name == preset.name]
                 records = [own for own in self._measure(training, preset, runs, measures) if own.metric in measures]
