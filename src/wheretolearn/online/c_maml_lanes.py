@@ -13,10 +13,10 @@ from torch import Tensor
 
 from wheretolearn.engine.graphed import Arithmetic, Job, Tensors, new_stream
 from wheretolearn.engine.task import Task
-from wheretolearn.errors import NonFiniteError, UserError
+from wheretolearn.errors import NonFiniteError
 from wheretolearn.online.learners.c_maml import CMAML, PairSums
 from wheretolearn.online.learners.network import loss_of, optimizer_tensors
-from wheretolearn.online.recorded import DIVERGED, record, without_graph
+from wheretolearn.online.recorded import DIVERGED, graph_or_note, record
 
 JOBS_AT_ONCE = (2, 8, 24)  # a graph for each; where fewer are due, some of its jobs are done in vain
 Due = tuple[int, Task]  # a lane, and what it adapts to from its theta
@@ -172,17 +172,15 @@ class CMAMLLanes:
 
     def _record(self, key: Hashable, work: Callable[[], None], changed: Sequence[Tensor]) -> None:
         before = [tensor.clone() for tensor in changed]
-        try:
-            self._graphs[key] = self._recorded(work)
-        except UserError:
-            raise
-        except Exception as error:
-            self.recording = False
-            if self.notify is not None:
-                self.notify(without_graph(error))
-        finally:
+
+        def undo() -> None:
             for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(old)
+
+        graph = graph_or_note(lambda: self._recorded(work), undo, self.notify)
+        self.recording = graph is not None
+        if graph is not None:
+            self._graphs[key] = graph
 
     def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         stream = new_stream(self.device)

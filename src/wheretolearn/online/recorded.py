@@ -73,16 +73,12 @@ class RecordedStep:
     def _replay(self, inputs: Tensor, labels: Tensor) -> None:
         if self._graph is None:
             before = self.learner.state()
-            try:
-                self._graph = record(lambda: self._step(inputs, labels), inputs.device, self._stream)
-            except UserError:
-                raise
-            except Exception as error:
-                self.recording = False
-                if self.notify is not None:
-                    self.notify(without_graph(error))
-            finally:
-                self.learner.restore(before)
+            self._graph = graph_or_note(
+                lambda: record(lambda: self._step(inputs, labels), inputs.device, self._stream),
+                lambda: self.learner.restore(before),
+                self.notify,
+            )
+            self.recording = self._graph is not None
         if self._graph is None:
             self._step(inputs, labels)
         else:
@@ -105,5 +101,18 @@ def record(work: Callable[[], None], device: torch.device, stream: torch.cuda.St
     return graph
 
 
-def without_graph(error: Exception) -> str:
-    return f"a step cannot be recorded as a CUDA graph and runs without one, which is slower: {first_line(error)}"
+def graph_or_note(
+    make: Callable[[], torch.cuda.CUDAGraph], undo: Callable[[], None], notify: Callable[[str], None] | None
+) -> torch.cuda.CUDAGraph | None:
+    """A new graph; None, and a note, where none can be made. Either way what making it has changed is undone."""
+    try:
+        return make()
+    except UserError:
+        raise
+    except Exception as error:
+        if notify is not None:
+            reason = first_line(error)
+            notify(f"a step cannot be recorded as a CUDA graph and runs without one, which is slower: {reason}")
+        return None
+    finally:
+        undo()
