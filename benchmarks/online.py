@@ -105,10 +105,7 @@ class Plain:
             logits = self.logits({**self.theta, **self.phi}, inputs)
             right = int((logits.argmax(1) == labels).sum())
             before = F.cross_entropy(logits, labels).item()
-        start = self.theta if self.detected else {**self.theta, **self.phi}
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in start.items()}
-        phi = self.adapt(leaves, inputs, labels)
-        self.phi = {name: phi[name].detach() for name in self.names}
+        self.go_on_from({**self.theta, **self.phi}, inputs, labels)
         with torch.no_grad():
             after = F.cross_entropy(self.logits({**self.theta, **self.phi}, inputs), labels).item()
         self.detected = after + self.config.switch_margin <= before
@@ -117,7 +114,14 @@ class Plain:
             self.kept = []
         else:
             self.kept.append((inputs, labels))
+        if self.detected:
+            self.go_on_from(self.theta, inputs, labels)
         return right
+
+    def go_on_from(self, start: dict[str, Tensor], inputs: Tensor, labels: Tensor) -> None:
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in start.items()}
+        phi = self.adapt(leaves, inputs, labels)
+        self.phi = {name: phi[name].detach() for name in self.names}
 
     def meta_update(self) -> None:
         kept = self.kept * 2 if len(self.kept) == 1 else self.kept
