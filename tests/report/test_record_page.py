@@ -24,9 +24,9 @@ def record(preset: str, metric: str, values: dict[int, float]) -> ResultRecord:
     return measured(preset, metric, values, wall_seconds=61.0, config=config)
 
 
-def fake_run(folder: Path, preset: str, seed: int) -> RunFolder:
-    """A continual run that measured a sparsity of 10 %, 20 % ... plus its seed, after each of three tasks."""
-    config = to_dict(replace(config_of(load_preset(preset)), tasks=3))
+def fake_run(folder: Path, preset: str, seed: int, **changes: object) -> RunFolder:
+    """A continual run that measured a sparsity of 10 %, 20 % ... plus its seed, after each of its first three tasks."""
+    config = to_dict(config_of(load_preset(preset))) | changes
     with RunFolder.create(folder / f"{preset}-{seed}", config, seed, "continual", preset, "paper") as run:
         for task in range(3):
             share = (10 * (task + 1) + seed) / 100
@@ -62,6 +62,13 @@ def test_a_folder_without_records_is_an_error(tmp_path: Path) -> None:
         record_page(tmp_path)
 
 
+def test_records_at_another_scale_are_an_error_not_a_page_of_nothing(tmp_path: Path) -> None:
+    ours = record("table5.sgd.many", "RA", {0: 30.0})
+    save(replace(ours, name="table5.sgd.many at quick scale"), tmp_path / "continual")
+    with pytest.raises(UserError, match="holds no records at the paper's scale"):
+        record_page(tmp_path)
+
+
 def test_figures_cover_every_preset_of_a_figure() -> None:
     """So that none can be run and then not be seen."""
     wanted = {preset.name for preset in list_presets() if preset.name.startswith("figure")}
@@ -94,6 +101,15 @@ def test_curves_are_kept_and_read_again(tmp_path: Path) -> None:
     # Figure 3 shows runs of Table 5.
     assert matching([curves], load_preset("figure3.la-maml")) is curves
     assert matching([curves], load_preset("figure3.sparse-la-maml")) is None
+
+
+def test_runs_that_are_not_their_presets_have_no_part_in_its_curves(tmp_path: Path) -> None:
+    name = "table5.la-maml.rotations"
+    assert curves_of([fake_run(tmp_path, name, 0, mask_lr=9.0)]) == []
+    assert len(curves_of([fake_run(tmp_path, name, 1, log_every=7)])) == 1  # no other experiment
+    gone = fake_run(tmp_path, name, 2)
+    gone.info["preset"] = "table5.gone"
+    assert curves_of([gone]) == []
 
 
 def test_damaged_curves_are_named(tmp_path: Path) -> None:

@@ -124,6 +124,12 @@ def test_rows_keep_cells_by_whole_parts_of_their_names() -> None:
     }
 
 
+def test_rows_without_names_are_looked_for_everywhere() -> None:
+    assert {cell.table for cell in cells_named([], ["boil.shot5"])} == {"table1", "table2", "table4"}
+    with pytest.raises(ConfigError, match="no row of any table is called 'bowl'; see `reproduce --list`"):
+        cells_named([], ["bowl"])
+
+
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no table, figure or row is called 'tabel5'; the nearest: .*table5"):
         cells_named(["tabel5"])
@@ -175,7 +181,7 @@ def test_a_record_of_other_settings_or_another_version_is_stale() -> None:
     found = [look_up([cell], [record])[0] for record in (good, watched, other, gone, old)]
     assert [one.status for one in found] == ["recorded", "recorded", "stale", "stale", "stale"]
     assert found[2].stale == "made with other settings than the preset's: mask_lr=9.0"
-    assert "warp" in str(found[3].stale)
+    assert found[3].stale == 'its settings: unknown setting "warp"'
     assert found[4].stale == "made by version 0.0.1"
     assert [one.verdict for one in found[2:]] == [None, None, None]
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,11 @@ import pytest
 from typer.testing import CliRunner
 
 from wheretolearn.cli import app
+from wheretolearn.cli.reproduce import _watching
 from wheretolearn.errors import Stopped, UserError
 from wheretolearn.reproduce.cells import all_cells, cells_named, load_records
+from wheretolearn.reproduce.plan import make_plan
+from wheretolearn.reproduce.run import AT_WORK
 from wheretolearn.runs.folder import RunFolder
 
 pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
@@ -111,6 +115,33 @@ def test_lost_records_are_made_anew_from_the_finished_runs(
     assert contents(tmp_path) == contents(folder)
 
 
+def test_a_damaged_run_does_not_keep_others_from_being_recorded(
+    straight: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(straight[0] / "runs", tmp_path / "runs")
+    damaged = tmp_path / "runs" / "reproduce" / "quick" / "table5.sgd.rotations-seed0" / "result.json"
+    damaged.write_text("{")
+    done = call(tmp_path, monkeypatch, *SMALL, "--seeds", "2")
+    assert "table5.sgd.rotations-seed0/result.json is damaged" in str(done.exception)
+    assert set(contents(tmp_path)) == {"table5.er.rotations-at-quick-scale.RA.json"}
+
+
+def test_new_runs_write_event_files_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[RunFolder] = []
+
+    def look(module: str, shares: Sequence[Sequence[RunFolder]], *_: object, **__: object) -> None:
+        started.extend(run for share in shares for run in share)
+
+    monkeypatch.setattr("wheretolearn.reproduce.run.train_in_workers", look)
+    monkeypatch.setattr("wheretolearn.cli.common.check_installed", lambda: None)
+    for folder, options in (("with", ["--tensorboard"]), ("without", [])):
+        call(tmp_path, monkeypatch, *SMALL, "--seeds", "1", "--runs", folder, *options)
+    assert [(run.path.parent.name, run.tensorboard) for run in started] == [
+        *[("with", True)] * 2,
+        *[("without", False)] * 2,
+    ]
+
+
 def test_the_list_shows_every_cell_with_its_state(straight: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     done = call(straight[0], monkeypatch, "table5", "--scale", "quick", "--list")
     lines = [line.rstrip() for line in done.stdout.splitlines()]
@@ -125,12 +156,45 @@ def test_the_list_of_the_paper_has_its_numbers(tmp_path: Path, monkeypatch: pyte
     assert any(re.fullmatch(r"gem\.many +BTI +-23\.52 ± 0\.87 +not run", line) for line in lines)
 
 
+def test_a_narrow_terminal_cuts_no_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "40")
+    done = CliRunner().invoke(app, ["reproduce", "--list", "--rows", "gem.many"])
+    assert re.search(r"gem\.many +BTI +-23\.52 ± 0\.87 +not run", done.stdout)
+
+
+def test_a_note_is_told_once_on_a_terminal_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    cells = cells_named(["table5.sgd.many"], scale="quick")
+    plan = make_plan(cells, (), lambda _: 1, "quick", tmp_path)
+    with _watching(plan) as watch:
+        watch.note("waiting")
+        watch.note("waiting")
+    assert capsys.readouterr().err.count("note: waiting") == 1
+
+
+def test_what_another_process_works_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs" / "reproduce" / "quick"
+    claim = RunFolder(runs / AT_WORK / "table5.er.rotations")
+    claim.path.mkdir(parents=True)
+    with claim:
+        claim.lock()
+        done = call(tmp_path, monkeypatch, *SMALL, "--seeds", "1")
+    assert re.search("table5.er.rotations cannot be trained, as .* is in use: process [0-9]+", str(done.exception))
+    assert [path.name for path in runs.iterdir()] == [AT_WORK]
+
+
 def test_mistakes_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, complaint in (
         ([], "name a table or figure, such as table5"),
         (["table7"], "no table, figure or row is called 'table7'; the nearest: table"),
         (["table5", "--scale", "tiny"], "there is no scale 'tiny'"),
         (["table4", "--rows", "boil.shot1.cub"], "cub is needed for every row: `wheretolearn data get cub`"),
+        (["--rows", "sgd"], "name a table or figure, such as table5"),
+        (["--rows", "nothing", "--list"], "no row of any table is called 'nothing'"),
+        (["--rows", "sgd", "--markdown", "page.md"], "--markdown writes the page of all cells"),
         (["table5", "--markdown", "page.md"], "--markdown writes the page of all cells"),
     ):
         done = call(tmp_path, monkeypatch, *arguments)

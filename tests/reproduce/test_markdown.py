@@ -80,6 +80,16 @@ def test_what_no_longer_counts_is_shown_as_stale_and_says_why() -> None:
     assert "no preset has their names any more: `table5.gone.many` RA" in text
 
 
+def test_measures_beside_the_papers_can_be_stale_too_and_lost_records_stand_in_no_table() -> None:
+    old = recorded("forward transfer", 1.0, versions={"wheretolearn": "0.0.1"})
+    lost = recorded("RA", 2.0, name="table5.gone.many")
+    text = page([old, lost])
+    found = {(row[0], row[1]): row[5] for row in rows(text, "Table 5")}
+    assert found["mer.many", "forward transfer"] == "*stale*"
+    assert ("gone.many", "RA") not in found
+    assert "no preset has their names any more: `table5.gone.many` RA" in text
+
+
 def test_the_summary_counts_what_the_tables_show() -> None:
     text = page(load_records(REPOSITORY / "results"))
     cells = [row for line in text.splitlines() if line.startswith("| [") for row in [line.strip("|").split("|")]]

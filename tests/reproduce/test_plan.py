@@ -169,6 +169,12 @@ def test_seeds_on_record_are_not_lost(tmp_path: Path) -> None:
     check_records(plan_of(name, records=records, again=True, seeds=3), records, tmp_path)
 
 
+def test_a_folder_that_cannot_hold_records_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write records to .*file/results/continual: .*file cannot be written"):
+        check_records(plan_of("table5.la-maml.many"), (), tmp_path / "file" / "results")
+
+
 def test_time_is_estimated_from_records_of_the_same_runs() -> None:
     plan = plan_of("tableS5.la-maml.many", seeds=5)
     assert estimate(plan, [], 2, "cpu").seconds is None
@@ -180,6 +186,10 @@ def test_time_is_estimated_from_records_of_the_same_runs() -> None:
     assert (found.seconds, found.basis) == (30.0, "runs recorded on this hardware")
     more = estimate(plan_of("tableS5.la-maml.many", "table5.gem.many", seeds=5), [here], 2, "cpu")
     assert more.basis.endswith("not counting 5 runs of unknown length")
+    graphics = replace(abacus, hardware="NVIDIA H200; an abacus")
+    assert estimate(plan, [graphics], 2, "cuda").seconds == 100.0
+    assert estimate(plan, [graphics], 2, "cpu").seconds is None  # a GPU's time says nothing about a CPU's
+    assert estimate(plan_of("table5.sgd.many", seeds=0), [], 2, "cpu").basis == "all runs are finished"
 
 
 @pytest.mark.parametrize("table", ["table5", "table6"])

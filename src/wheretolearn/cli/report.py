@@ -43,6 +43,8 @@ def report(
 
     if out.is_dir():
         raise UserError(f"{out} is a folder: give -o a file, such as {out / PAGE}")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"cannot write {out}: there is no folder {out.parent}")
     found = find_runs(paths or [], lambda path, runs: runs)
     for run in found:
         if run.protocol not in PROTOCOLS:

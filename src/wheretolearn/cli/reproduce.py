@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from wheretolearn.cli.common import Device, Workers, chosen_device, set_threads
+from wheretolearn.cli.common import Device, TensorBoard, Workers, chosen_device, set_threads
 from wheretolearn.cli.progress import announce_stop, latest_values, progress_bar
 from wheretolearn.data import glyphs
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import ConfigError
 from wheretolearn.presets import Preset, Scale, scale_named
-from wheretolearn.reproduce.cells import Cell, Found, all_cells, cells_named, default_seeds, load_records, look_up
+from wheretolearn.reproduce.cells import Cell, Found, cells_named, default_seeds, load_records, look_up
 from wheretolearn.reproduce.markdown import page
 from wheretolearn.reproduce.plan import Plan, Training, check_data, check_records, check_runs, estimate, make_plan
 from wheretolearn.reproduce.run import Watch, carry_out
@@ -49,6 +49,7 @@ def reproduce(
     record: Annotated[
         Path | None, typer.Option(help="Folder of the records; default: results, for quick: results/quick.")
     ] = None,
+    tensorboard: TensorBoard = False,
     again: Annotated[
         bool,
         typer.Option(
@@ -74,9 +75,9 @@ def reproduce(
     chosen_scale = scale_named(scale)
     folder = record or Path("results" if chosen_scale == "paper" else "results/quick")
     if markdown is not None:
-        _write_page(markdown, folder, chosen_scale, names or [])
+        _write_page(markdown, folder, chosen_scale, [*(names or []), *(rows or [])])
         return
-    cells = cells_named(names, rows or [], chosen_scale) if names else list(all_cells(chosen_scale))
+    cells = cells_named(names or [], rows or [], chosen_scale)
     if show:
         _print_cells(look_up(cells, load_records(folder), chosen_scale))
         return
@@ -101,7 +102,7 @@ def reproduce(
         started = time.monotonic()
         try:
             with _watching(plan) as watch:
-                carry_out(plan, folder, device, at_once, watch)
+                carry_out(plan, folder, device, at_once, watch, tensorboard=tensorboard)
         finally:  # also where some failed or were stopped
             _print_cells(look_up(cells, load_records(folder), chosen_scale))
         typer.echo(f"done in {duration(time.monotonic() - started)}; records are in {folder}")
@@ -111,7 +112,7 @@ def reproduce(
 
 def _write_page(path: Path, folder: Path, scale: Scale, names: Sequence[str]) -> None:
     if scale != "paper" or names:
-        raise ConfigError("--markdown writes the page of all cells at paper scale: leave out names and --scale")
+        raise ConfigError("--markdown writes the page of all cells at paper scale: leave out names, --rows and --scale")
     with atomic_write(path) as file:
         file.write(page(load_records(folder)).encode())
     typer.echo(f"wrote {path}")
@@ -141,6 +142,8 @@ def _print_plan(
 
 def _print_cells(found: Sequence[Found]) -> None:
     console = Console()
+    # In less, columns would cut words and verdicts; a terminal wraps long lines by itself.
+    console.width = max(console.width, 80)
     for name in dict.fromkeys(own.cell.table for own in found):
         # Without borders the longest rows of most tables fit 80 columns.
         table = Table(title=f"\n{name}", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -184,10 +187,13 @@ def _watching(plan: Plan) -> Iterator[Watch]:
         lines = _Lines(board)
         yield Watch(lines.step, lines.stage, lines.recorded, lines.note, announce_stop)
         return
+    notes: set[str] = set()
     with Live(get_renderable=board.table, console=console, refresh_per_second=2) as live:
 
         def note(text: str) -> None:
-            live.console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+            if text not in notes:
+                notes.add(text)
+                live.console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 
         yield Watch(board.step, board.stage, board.recorded, note, announce_stop)
 

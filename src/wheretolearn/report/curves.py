@@ -17,7 +17,9 @@ from wheretolearn.presets import Preset, load_preset
 from wheretolearn.report import continual, fewshot, online
 from wheretolearn.report.figures import INK
 from wheretolearn.report.lines import Line, line_rows, tensor_lines
+from wheretolearn.report.runs import changed_settings
 from wheretolearn.reproduce.cells import training_of
+from wheretolearn.reproduce.protocols import PROTOCOLS
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.storage import atomic_write
 
@@ -36,10 +38,13 @@ class Curves:
 
 
 def curves_of(runs: Sequence[RunFolder]) -> list[Curves]:
-    """Of each preset that runs at the paper's scale have, if it closes weights."""
+    """Of each preset that runs at the paper's scale have, if it closes weights.
+
+    Runs that were made with other settings than the preset's are left out.
+    """
     by_preset: dict[str, list[RunFolder]] = {}
     for run in runs:
-        if run.preset is not None and (run.scale or "paper") == "paper":
+        if run.preset is not None and (run.scale or "paper") == "paper" and _is_as_its_preset(run):
             by_preset.setdefault(run.preset, []).append(run)
     found = []
     for name, own in by_preset.items():
@@ -80,6 +85,13 @@ def matching(curves: Sequence[Curves], preset: Preset) -> Curves | None:
     own = [found for found in curves if found.preset.name == preset.name]
     alike = [found for found in curves if training_of(found.preset) == training_of(preset)]
     return next(iter([*own, *alike]), None)
+
+
+def _is_as_its_preset(run: RunFolder) -> bool:
+    try:
+        return changed_settings(run).keys() <= PROTOCOLS[run.protocol].incidental
+    except ConfigError:  # there is no such preset any more
+        return False
 
 
 def _load(path: Path) -> Curves:

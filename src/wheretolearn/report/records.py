@@ -37,6 +37,12 @@ def record_page(folder: Path, more: Sequence[Section] = (), curves: Sequence[Cur
             "`wheretolearn reproduce`"
         )
     cells = all_cells()
+    known = {cell.preset.name for cell in cells}
+    if not any(record.name in known for record in records):
+        raise UserError(
+            f"{folder} holds no records at the paper's scale, which this page is about: "
+            "give runs such as runs/reproduce/quick instead, without --records"
+        )
     found = look_up(cells, records)
     curves = [*curves, *load_curves(folder)]
     sections = []

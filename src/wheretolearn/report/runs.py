@@ -167,7 +167,7 @@ def _details(runs: Sequence[RunFolder]) -> Html:
     """How each run was made: enough to judge it and to make it again."""
     rows = []
     for run in runs:
-        last = max((record for record in run.metrics()), key=lambda record: record["step"])
+        last = max(run.metrics(), key=lambda record: int(record["step"]), default={"step": 0})
         seconds = float(last.get("elapsed_seconds", math.nan))
         time = value(duration(seconds), seconds) if math.isfinite(seconds) else ""
         commit = str(run.info.get("commit") or "").partition("+")
@@ -197,14 +197,17 @@ def _progress(run: RunFolder, step: int) -> Html:
 
 
 def _changed_settings(run: RunFolder) -> str:
+    try:
+        return " ".join(changed_settings(run).values())
+    except ConfigError:
+        return "its preset is gone"
+
+
+def changed_settings(run: RunFolder) -> dict[str, str]:
     """The settings in which a run differs from its preset; all that matter where it has none."""
     kind = PROTOCOLS[run.protocol]
     found = fewshot_settings(run) if run.protocol == "fewshot" else from_dict(kind.settings, run.config, str(run.path))
-    try:
-        wanted = kind.settings() if run.preset is None else _wanted(run)
-    except ConfigError:
-        return "its preset is gone"
-    return " ".join(differences(wanted, found).values())
+    return differences(kind.settings() if run.preset is None else _wanted(run), found)
 
 
 def _wanted(run: RunFolder) -> Any:

@@ -96,8 +96,11 @@ def all_cells(scale: Scale = "paper") -> tuple[Cell, ...]:
 
 
 def cells_named(names: Sequence[str], rows: Sequence[str] = (), scale: Scale = "paper") -> list[Cell]:
-    """The cells of tables, figures, groups or single presets; ``rows`` keeps those whose names hold one of them."""
-    chosen: list[Cell] = []
+    """The cells of tables, figures, groups or single presets; ``rows`` keeps those whose names hold one of them.
+
+    Without names: of everything.
+    """
+    chosen: list[Cell] = [] if names else list(all_cells(scale))
     for name in names:
         found = [cell for cell in all_cells(scale) if _is_in(cell, name)]
         if not found:
@@ -106,7 +109,8 @@ def cells_named(names: Sequence[str], rows: Sequence[str] = (), scale: Scale = "
     for row in rows:
         if not any(_has_row(cell, row) for cell in chosen):
             known = dict.fromkeys(cell.preset.name.partition(".")[2] for cell in chosen)
-            raise ConfigError(f"no row of {' '.join(names)} is called {row!r}; there are: {', '.join(known)}")
+            there = f"there are: {', '.join(known)}" if names else "see `reproduce --list`"
+            raise ConfigError(f"no row of {' '.join(names) or 'any table'} is called {row!r}; {there}")
     return [cell for cell in chosen if not rows or any(_has_row(cell, row) for row in rows)]
 
 
@@ -141,7 +145,7 @@ def staleness(record: ResultRecord, preset: Preset) -> str | None:
     try:
         found = from_dict(protocol.settings, record.config, where="its settings")
     except ConfigError as error:
-        return str(error)
+        return str(error).partition("; known settings")[0]
     changed = differences(config_of(preset), found)
     other = [text for name, text in changed.items() if name not in protocol.incidental]
     return f"made with other settings than the preset's: {', '.join(other)}" if other else None

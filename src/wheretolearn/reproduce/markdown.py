@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from wheretolearn.reproduce.cells import Found, all_cells, look_up
+from wheretolearn.presets import load_preset
+from wheretolearn.reproduce.cells import Found, all_cells, look_up, staleness
 from wheretolearn.runs.results import ResultRecord, duration, short_commit
 
 TITLES = {
@@ -72,7 +73,8 @@ def page(records: Sequence[ResultRecord]) -> str:
     known = {cell.preset.name for cell in all_cells()}
     parts = [INTRODUCTION, _summary(found), INCONSISTENCIES]
     for table in dict.fromkeys(one.cell.table for one in found):
-        extra = [own for own in records if id(own) not in used and own.name.partition(".")[0] == table]
+        more = [own for own in records if id(own) not in used and own.name in known]
+        extra = [own for own in more if own.name.partition(".")[0] == table]
         parts.append(_table(table, [one for one in found if one.cell.table == table], extra))
     if lost := [own for own in records if own.name not in known]:
         names = ", ".join(f"`{own.name}` {own.metric}" for own in lost)
@@ -97,7 +99,7 @@ def _summary(found: Sequence[Found]) -> str:
 def _table(table: str, found: Sequence[Found], extra: Sequence[ResultRecord]) -> str:
     lines = [["row", "measure", "paper", "ours", "seeds", "verdict"], ["---", "---", "---:", "---:", "---:", "---"]]
     lines += [_cell_row(one) for one in found]
-    lines += [[_row_name(own.name), own.metric, "-", _ours(own), str(len(own.seeds)), "measured"] for own in extra]
+    lines += [_extra_row(own) for own in extra]
     command = f"wheretolearn reproduce {table}"
     parts = [f"## {_name(table)}: {TITLES[table]}\n\n`{command}`; one row: `{command} --rows {_example(found)}`\n"]
     parts.append(_rows(lines))
@@ -114,6 +116,12 @@ def _cell_row(one: Found) -> list[str]:
     shown = {"misses": "**misses**", "stale": "*stale*"}.get(one.outcome, one.outcome)
     ours, seeds = ("", "") if record is None else (_ours(record), str(len(record.seeds)))
     return [_row_name(cell.preset.name), cell.measure, paper, ours, seeds, shown]
+
+
+def _extra_row(record: ResultRecord) -> list[str]:
+    """A measure that the paper does not print."""
+    outcome = "measured" if staleness(record, load_preset(record.name)) is None else "*stale*"
+    return [_row_name(record.name), record.metric, "-", _ours(record), str(len(record.seeds)), outcome]
 
 
 def _took(records: Iterable[ResultRecord]) -> str:

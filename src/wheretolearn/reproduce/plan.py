@@ -18,7 +18,7 @@ from wheretolearn.reproduce.protocols import PROTOCOLS, config_of
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.records import record_name
-from wheretolearn.runs.results import ResultRecord
+from wheretolearn.runs.results import ResultRecord, check_savable
 from wheretolearn.version import __version__
 
 State = Literal["missing", "begun", "finished"]
@@ -156,7 +156,9 @@ def check_data(plan: Plan) -> None:
 
 
 def check_records(plan: Plan, records: Sequence[ResultRecord], folder: Path) -> None:
-    """Refuse to replace records that count and have seeds which these runs will not have."""
+    """Refuse a folder that cannot be written to, and to replace records that count by some with fewer seeds."""
+    for protocol in dict.fromkeys(training.preset.protocol for training in plan.trainings):
+        check_savable((), folder / protocol, frozenset())
     seeds = {preset.name: training.seeds for training in plan.trainings for preset in training.to_record}
     for one in look_up([own.cell for own in plan.found if own.cell.preset.name in seeds], records, plan.scale):
         name = one.cell.preset.name
@@ -187,7 +189,7 @@ def estimate(plan: Plan, records: Sequence[ResultRecord], workers: int, device: 
         left = [seed for seed, state in training.states().items() if state != "finished"]
         if not left:
             continue
-        known = _seconds_of_a_run(training, plan.scale, records)
+        known = _seconds_of_a_run(training, plan.scale, records, device)
         if known is None:
             unknown += len(left)
             continue
@@ -196,7 +198,7 @@ def estimate(plan: Plan, records: Sequence[ResultRecord], workers: int, device: 
         lanes = PROTOCOLS[training.preset.protocol].lanes or device != "cpu"
         times += [seconds] * (min(parts, len(left)) if lanes else len(left))
     if not times:
-        return Estimate(None if unknown else 0.0, "nothing like it is recorded")
+        return Estimate(None, "nothing like it is recorded") if unknown else Estimate(0.0, "all runs are finished")
     total = max(max(times), sum(times) / (workers if device == "cpu" else 1))
     return Estimate(total, "; ".join(bases) + (f"; not counting {unknown} runs of unknown length" if unknown else ""))
 
@@ -209,13 +211,16 @@ def parts_per_training(plan: Plan, workers: int, device: str) -> int:
     return 1 if device != "cpu" else -(-workers // max(1, plan.all_trainings))
 
 
-def _seconds_of_a_run(training: Training, scale: Scale, records: Sequence[ResultRecord]) -> tuple[float, str] | None:
+def _seconds_of_a_run(
+    training: Training, scale: Scale, records: Sequence[ResultRecord], device: str
+) -> tuple[float, str] | None:
     names = {
         record_name(name, scale) for name, first in _training_names(scale).items() if first == training.preset.name
     }
     alike = [record for record in records if record.name in names and record.wall_seconds > 0]
     here = [record for record in alike if record.hardware == environment.hardware()]
-    chosen = here or alike
+    # What a GPU took says nothing about a CPU, where the same may take a hundred times as long.
+    chosen = here or [record for record in alike if device != "cpu" or "; " not in record.hardware]
     if chosen:
         basis = "runs recorded on this hardware" if here else f"runs recorded on {chosen[0].hardware}"
         return statistics.median(record.wall_seconds for record in chosen), basis

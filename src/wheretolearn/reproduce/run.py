@@ -27,6 +27,7 @@ from wheretolearn.runs.results import ResultRecord, save
 from wheretolearn.runs.workers import train_in_workers
 
 SECONDS_TO_WAIT = 60  # for the workers of a killed process, which save and end by themselves
+AT_WORK = ".at-work"  # in the folder of runs: what processes are working on
 TASKS = 300  # that a few-shot run is measured on, as in the paper
 
 
@@ -41,19 +42,47 @@ class Watch:
     stop: Callable[[], None]  # a signal was heard
 
 
-def carry_out(plan: Plan, results: Path, device: str, workers: int, watch: Watch) -> None:
+def carry_out(plan: Plan, results: Path, device: str, workers: int, watch: Watch, *, tensorboard: bool = False) -> None:
     """Take every training of a plan to its end and write the records of its presets.
 
-    A run that fails does not keep others from their ends; the error comes last.
+    A run that fails does not keep others from their ends; the error comes last. With ``tensorboard``, new runs write
+    event files too.
     """
-    work = _Work(plan, results, device, workers, watch)
+    with ExitStack() as claims:
+        for training in plan.trainings:
+            claims.enter_context(_claim(training))
+        _carry_out(plan, _Work(plan, results, device, workers, watch, tensorboard))
+
+
+def _claim(training: Training) -> RunFolder:
+    """Keeps other processes away from a training: its runs are nobody's from when one waits until its worker begins."""
+    claim = RunFolder(training.folder / AT_WORK / training.preset.name)
+    try:
+        claim.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create the folder {claim.path}: {error.strerror}") from error
+    try:
+        claim.lock()
+    except UserError as error:
+        raise UserError(f"{training.preset.name} cannot be trained, as {error}") from None
+    return claim
+
+
+def _carry_out(plan: Plan, work: "_Work") -> None:
     errors: list[UserError] = []
-    for training in plan.trainings:
-        work.record(training)
+
+    def record(trainings: Sequence[Training]) -> None:
+        for training in trainings:
+            try:
+                work.record(training)
+            except UserError as error:
+                errors.append(error)
+
+    record(plan.trainings)
     for stage in (False, True):  # first what others start from
         for name in PROTOCOLS:
             chosen = [own for own in plan.trainings if own.preset.protocol == name and (own.start is not None) == stage]
-            batches = [chosen] if device == "cpu" else [[own] for own in chosen]
+            batches = [chosen] if work.device == "cpu" else [[own] for own in chosen]
             for batch in batches:
                 try:
                     work.train(batch)
@@ -61,16 +90,15 @@ def carry_out(plan: Plan, results: Path, device: str, workers: int, watch: Watch
                     raise Stopped("stopped and saved; the same command goes on") from None
                 except UserError as error:
                     errors.append(error)
-                for training in batch:
-                    work.record(training)
+                record(batch)
     if errors:
         raise type(errors[0])("\n".join(map(str, errors)))
 
 
 class _Work:
-    def __init__(self, plan: Plan, results: Path, device: str, workers: int, watch: Watch):
+    def __init__(self, plan: Plan, results: Path, device: str, workers: int, watch: Watch, tensorboard: bool):
         self.plan, self.results, self.device, self.watch = plan, results, device, watch
-        self.workers = workers
+        self.workers, self.tensorboard = workers, tensorboard
         self._recorded: set[Training] = set()
         self._looked = 0.0
 
@@ -154,6 +182,7 @@ class _Work:
                     training.preset.protocol,
                     training.preset.name,
                     self.plan.scale,
+                    self.tensorboard,
                 )
             except UserError as error:
                 if "in use" not in str(error) or time.monotonic() > deadline:
