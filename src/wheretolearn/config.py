@@ -270,9 +270,17 @@ def _toml_value(text: str) -> object:
 
 
 def differences(expected: Any, found: Any) -> dict[str, str]:
-    """The settings in which two configs of one kind differ, each as NAME=VALUE of the second."""
+    """The settings in which two configs of one kind differ, each as NAME=VALUE of the second.
+
+    Those that have no effect on either do not count: a config may name them, as ``unused``.
+    """
     wanted = to_dict(expected)
-    return {name: f"{name}={toml_text(value)}" for name, value in to_dict(found).items() if value != wanted[name]}
+    unused: frozenset[str] = getattr(expected, "unused", frozenset()) & getattr(found, "unused", frozenset())
+    return {
+        name: f"{name}={toml_text(value)}"
+        for name, value in to_dict(found).items()
+        if value != wanted[name] and name not in unused
+    }
 
 
 def toml_text(value: object) -> str:

@@ -186,6 +186,14 @@ def test_a_record_of_other_settings_or_another_version_is_stale() -> None:
     assert [one.verdict for one in found[2:]] == [None, None, None]
 
 
+def test_settings_without_effect_on_a_learner_make_no_record_stale() -> None:
+    config = recorded("table6.bgd.p98", "accuracy").config
+    (cell, *_) = cells_named(["table6.bgd.p98"])
+    for change, expected in (({"buffer": 7}, "recorded"), ({"samples": 7}, "stale")):
+        (found,) = look_up([cell], [recorded("table6.bgd.p98", "accuracy", config=config | change)])
+        assert found.status == expected
+
+
 def test_records_are_read_from_the_folders_of_the_protocols_alone(tmp_path: Path) -> None:
     save(recorded("table5.la-maml.many", "RA"), tmp_path / "continual")
     save(recorded("table1.sparse-maml.shot5", "accuracy"), tmp_path / "fewshot")

@@ -51,5 +51,4 @@ ONLINE = Protocol(
     together="runs at once",
     alone="alone on the machine",
     unit_of=lambda measure: "steps" if measure == DELAY else "%",
-    unused=lambda config: config.unused,
 )

@@ -34,7 +34,6 @@ class Protocol:
     together: str  # where several runs were at work, behind their number
     alone: str
     unit_of: Callable[[str], str] = lambda _: "%"
-    unused: Callable[[Any], Set[str]] = lambda _: frozenset()  # settings that others of them leave without effect
 
     def settings_of(self, run: RunFolder) -> Any:
         return from_dict(self.settings, run.config, where=str(run.path))
@@ -146,6 +145,4 @@ def _changed(protocol: Protocol, run: RunFolder, preset: Preset | None) -> dict[
     if preset is None:
         return {}
     wanted = from_dict(protocol.settings, preset.settings, where=f"preset {preset.name}")
-    own = protocol.settings_of(run)
-    unused = protocol.unused(own)
-    return {name: how for name, how in differences(wanted, own).items() if name not in unused}
+    return differences(wanted, protocol.settings_of(run))
