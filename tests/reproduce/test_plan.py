@@ -20,7 +20,7 @@ from wheretolearn.reproduce.plan import (
     parts_per_training,
 )
 from wheretolearn.reproduce.protocols import config_of
-from wheretolearn.reproduce.run import split
+from wheretolearn.reproduce.run import batches, split
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import ResultRecord
@@ -210,3 +210,10 @@ def test_seeds_share_a_program_unless_cores_would_be_idle() -> None:
     assert parts_per_training(plan_of("table5.la-maml.many", "table5.er.many", records=records), 2, "cpu") == 1
     assert split([0, 1, 2, 3, 4], 2) == [[0, 1], [2, 3, 4]]
     assert split([0, 1], 4) == [[0], [1]]
+
+
+def test_on_a_gpu_streams_go_together_and_few_shot_trainings_one_by_one() -> None:
+    trainings = plan_of("table6.c-maml", "table6.bgd").trainings
+    assert len(trainings) == 4
+    assert batches("online", trainings, "cuda") == batches("fewshot", trainings, "cpu") == [trainings]
+    assert batches("fewshot", trainings, "cuda") == [[training] for training in trainings]

@@ -82,8 +82,7 @@ def _carry_out(plan: Plan, work: "_Work") -> None:
     for stage in (False, True):  # first what others start from
         for name in PROTOCOLS:
             chosen = [own for own in plan.trainings if own.preset.protocol == name and (own.start is not None) == stage]
-            batches = [chosen] if work.device == "cpu" else [[own] for own in chosen]
-            for batch in batches:
+            for batch in batches(name, chosen, work.device):
                 try:
                     work.train(batch)
                 except Stopped:
@@ -93,6 +92,13 @@ def _carry_out(plan: Plan, work: "_Work") -> None:
                 record(batch)
     if errors:
         raise type(errors[0])("\n".join(map(str, errors)))
+
+
+def batches(protocol: str, trainings: Sequence[Training], device: str) -> list[Sequence[Training]]:
+    """Trainings that go to their ends together: lanes of streams share a GPU, which one few-shot training fills."""
+    if protocol == "fewshot" and device != "cpu":
+        return [[training] for training in trainings]
+    return [trainings]
 
 
 class _Work:
