@@ -107,7 +107,7 @@ def test_graphed_equals_eager_in_float64(device, mask_kind):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mask_kind", ["maml", "anil", "boil", "linear", "subset"])
+@pytest.mark.parametrize("mask_kind", ["maml", "anil", "boil", "linear", "subset", "binary"])
 def test_graphed_equals_eager_in_second_order(device, mask_kind):
     one = trained(EagerEngine, mask_kind, device, torch.float64, order="second", clip_norm=0.5)
     assert_same(one, trained(GraphedEngine, mask_kind, device, torch.float64, order="second", clip_norm=0.5), 1e-8)

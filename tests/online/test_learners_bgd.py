@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from wheretolearn.data.random_bits import normal
 from wheretolearn.engine.compiled import CompiledArithmetic
+from wheretolearn.engine.second_order import SecondOrderArithmetic
 from wheretolearn.errors import ConfigError
 from wheretolearn.online.learners.bgd import BGD, updated
 from wheretolearn.online.learners.bgd_inner import GatesInner, WeightsInner
@@ -105,13 +106,15 @@ def inner_loop(kind, model, order):
         ("metabgd", "first", False),
         ("metabgd", "first", True),
         ("metabgd", "second", False),
+        ("metabgd", "second", True),
         ("metacog", "first", False),
         ("metacog", "second", False),
     ],
 )
 def test_steps_equal_a_hand_transcription_with_the_same_noise(kind, order, by_an_engine):
     model = small_network()
-    arithmetic = CompiledArithmetic(model, compiled=False) if by_an_engine else None
+    engine = CompiledArithmetic if order == "first" else SecondOrderArithmetic
+    arithmetic = engine(model, compiled=False) if by_an_engine else None
     inner = inner_loop(kind, model, order)
     learner = BGD(
         model, mean_eta=MEAN_ETA, initial_std=STD, samples=SAMPLES, seed=SEED, inner=inner, arithmetic=arithmetic

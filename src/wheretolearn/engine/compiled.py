@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ from wheretolearn.engine.graphed import (
 )
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.masks import GradientMask
+
+P = ParamSpec("P")
 
 
 def unsupported(model: nn.Module, mask: GradientMask, inner: InnerLoop) -> str | None:
@@ -64,14 +67,18 @@ class CompiledArithmetic:
 
         gradient_of_moving = grad_and_value(loss)
 
-        def inner_step(
-            moving: Tensors, sums: Tensors, still: Tensors, rates: Tensors, inputs: Tensor, labels: Tensor
-        ) -> tuple[Tensors, Tensors]:
-            gradients, _ = gradient_of_moving(moving, still, inputs, labels)
+        def inner_gradient(moving: Tensors, still: Tensors, inputs: Tensor, labels: Tensor) -> Tensors:
+            gradients: Tensors = gradient_of_moving(moving, still, inputs, labels)[0]
             if clip_norm is not None:
                 norm = torch.stack([(g * g).sum() for g in gradients.values()]).sum().sqrt()
                 scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
                 gradients = {name: g * scale for name, g in gradients.items()}
+            return gradients
+
+        def inner_step(
+            moving: Tensors, sums: Tensors, still: Tensors, rates: Tensors, inputs: Tensor, labels: Tensor
+        ) -> tuple[Tensors, Tensors]:
+            gradients = inner_gradient(moving, still, inputs, labels)
             moved = {name: moving[name] - rates[name] * gradients[name] for name in moving}  # Eq. 4
             return moved, {name: sums[name] + gradients[name] for name in moving}
 
@@ -79,10 +86,13 @@ class CompiledArithmetic:
             gradients, value = gradient_of_moving(parameters, {}, inputs, labels)
             return gradients, value
 
-        self._outputs_of, self._inner_step, self._outer_gradient = outputs_of, inner_step, outer_gradient
-        if compiled and device.type == "cuda":
-            self._inner_step = torch.compile(inner_step, fullgraph=True, dynamic=False)
-            self._outer_gradient = torch.compile(outer_gradient, fullgraph=True, dynamic=False)
+        self._compiled = compiled and device.type == "cuda"
+        self._outputs_of, self._inner_gradient = outputs_of, inner_gradient
+        self._inner_step = self._fast(inner_step)
+        self._outer_gradient = self._fast(outer_gradient)
+
+    def _fast(self, function: Callable[P, T]) -> Callable[P, T]:
+        return torch.compile(function, fullgraph=True, dynamic=False) if self._compiled else function
 
     def meta_gradients(self, jobs: Sequence[Job], steps: int) -> list[JobGradient]:
         return self._streams.run([partial(self._meta_gradient, job, steps) for job in jobs])

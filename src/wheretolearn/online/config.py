@@ -118,7 +118,7 @@ class OnlineConfig:
             )
         if self.pretrain and self.learner in ("bgd", "metabgd", "metacog"):
             raise ConfigError(f"learner={self.learner} starts from random weights: leave out pretrain=true")
-        if self.precision in ("bfloat16", "float16") and not self.plain_inner_loop:
+        if self.precision in ("bfloat16", "float16") and not (self.plain_inner_loop and self.inner_order == "first"):
             raise ConfigError(
                 f"learner={self.learner} has no inner loop that could run in precision={self.precision}: "
                 "use float32 or tf32"
@@ -126,8 +126,13 @@ class OnlineConfig:
 
     @property
     def plain_inner_loop(self) -> bool:
-        """Whether the learner's inner loop is that of first-order few-shot learning, so that its engines can run it."""
-        return self.learner in DETECTING or (self.learner == "metabgd" and self.order == "first")
+        """Whether the learner's inner loop is that of few-shot learning, so that its engines can run it."""
+        return self.learner in (*DETECTING, "metabgd")
+
+    @property
+    def inner_order(self) -> Literal["first", "second"]:
+        """Of the gradients that the learner takes through its inner loop."""
+        return "first" if self.learner in DETECTING else self.order
 
     @property
     def unused(self) -> frozenset[str]:

@@ -338,7 +338,7 @@ class _Member:
 
 def arithmetic_of(config: OnlineConfig, model: nn.Module) -> Arithmetic | None:
     """How a learner's inner loop runs on a GPU, if an engine of few-shot learning can run it."""
-    inner = InnerLoop(config.inner_steps, config.inner_lr)
+    inner = InnerLoop(config.inner_steps, config.inner_lr, order=config.inner_order)
     name = choose(model, masks.fixed(model), inner, "auto", config.precision)
     on_gpu = next(model.parameters()).device.type in LANES_ON
     return make_arithmetic(name, model, inner, config.precision) if on_gpu and config.plain_inner_loop else None

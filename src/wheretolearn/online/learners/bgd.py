@@ -47,8 +47,8 @@ class BGD(OnlineLearner):
                 f"samples = {samples} and initial_std = {initial_std}"
             )
         self.network, self.inner, self.seed = Network(model), inner, seed
-        # An engine can take over plain inner steps; everything else is autograd's.
-        self.arithmetic = arithmetic if isinstance(inner, WeightsInner) and inner.order == "first" else None
+        # An engine, of the inner loop's order, can take over plain inner steps; everything else is autograd's.
+        self.arithmetic = arithmetic if isinstance(inner, WeightsInner) else None
         self.mean_eta, self.samples = mean_eta, samples
         start = self.network.start()
         self.shapes = {name: tensor.shape for name, tensor in start.items()}
