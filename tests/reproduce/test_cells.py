@@ -171,6 +171,17 @@ def test_a_cell_is_answered_by_its_record_or_by_one_of_the_same_runs_and_measure
     assert found["table3.sparse-maml.shot1", "sparsity"].status == "not run"
 
 
+def test_of_several_records_the_valid_the_own_and_the_one_with_more_seeds_come_first() -> None:
+    (cell,) = [own for own in cells_named(["tableS3.sparse-maml"]) if own.measure == "accuracy"]
+    own = recorded("tableS3.sparse-maml", "accuracy")
+    stale = replace(own, versions={"wheretolearn": "0.0.1"})
+    other = recorded("table1.sparse-maml.shot5", "accuracy", values=(1.0, 2.0, 3.0))
+    assert look_up([cell], [other, own])[0].record is own
+    assert look_up([cell], [stale, other])[0].record is other
+    fewer = recorded("table1.sparse-maml.shot5", "accuracy", values=(1.0,))
+    assert look_up([cell], [fewer, other])[0].record is other
+
+
 def test_a_record_of_other_settings_or_another_version_is_stale() -> None:
     good = recorded("table5.la-maml.many", "RA")
     watched = recorded("table5.la-maml.many", "RA", config=good.config | {"log_every": 7})

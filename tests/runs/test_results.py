@@ -74,6 +74,14 @@ def test_values_and_seeds_must_match() -> None:
         record(seeds=(0,))
 
 
+def test_impossible_records_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"x: a seed counts once, got \(3, 3\)"):
+        ResultRecord("x", "RA", values=(1.0, 2.0), seeds=(3, 3))
+    for wrong in ({"wall_seconds": -1.0}, {"paper_std": -0.1}):
+        with pytest.raises(ConfigError, match="x: wall_seconds and paper_std cannot be negative"):
+            ResultRecord("x", "RA", values=(1.0,), seeds=(3,), **wrong)  # type: ignore[arg-type]
+
+
 def test_values_must_be_finite() -> None:
     with pytest.raises(ConfigError, match="must be finite"):
         record(values=(1.0, math.nan, 2.0))

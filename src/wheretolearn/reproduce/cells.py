@@ -120,8 +120,10 @@ def load_records(folder: Path) -> list[ResultRecord]:
 
 
 def look_up(cells: Iterable[Cell], records: Sequence[ResultRecord], scale: Scale = "paper") -> list[Found]:
-    """What is recorded of each cell: under its own name, else of another cell with the same runs and measurement."""
-    by_name = {(record.name, record.metric): record for record in records}
+    """What is recorded of each cell: under its own name, or of another cell with the same runs and measurement.
+
+    What counts comes before what is stale, then the cell's own record, then more seeds.
+    """
     by_kind: dict[tuple[Any, ...], list[ResultRecord]] = {}
     presets = {record_name(cell.preset.name, scale): cell.preset for cell in all_cells(scale)}
     for record in records:
@@ -129,10 +131,14 @@ def look_up(cells: Iterable[Cell], records: Sequence[ResultRecord], scale: Scale
             by_kind.setdefault(_kind(presets[record.name], record.metric), []).append(record)
     found = []
     for cell in cells:
-        own = by_name.get((record_name(cell.preset.name, scale), cell.measure))
-        candidates = [own] if own is not None else by_kind.get(_kind(cell.preset, cell.measure), [])
-        judged = [Found(cell, record, staleness(record, cell.preset)) for record in candidates]
-        found.append(min(judged, key=lambda one: one.stale is not None, default=Found(cell)))
+        name = record_name(cell.preset.name, scale)
+        candidates = by_kind.get(_kind(cell.preset, cell.measure), [])
+        judged = [
+            ((stale is not None, record.name != name, -len(record.seeds)), Found(cell, record, stale))
+            for record in candidates
+            for stale in [staleness(record, cell.preset)]
+        ]
+        found.append(min(judged, key=lambda pair: pair[0], default=(None, Found(cell)))[1])
     return found
 
 

@@ -46,6 +46,10 @@ class ResultRecord:
     def __post_init__(self) -> None:
         if len(self.values) != len(self.seeds):
             raise ConfigError(f"{self.name}: {len(self.values)} values for {len(self.seeds)} seeds")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"{self.name}: a seed counts once, got {self.seeds}")
+        if self.wall_seconds < 0 or (self.paper_std or 0) < 0:
+            raise ConfigError(f"{self.name}: wall_seconds and paper_std cannot be negative")
         if not all(map(math.isfinite, self.values)):
             raise ConfigError(f"{self.name}: the values of {self.metric} must be finite, got {self.values}")
         if self.task_intervals and len(self.task_intervals) != len(self.seeds):
