@@ -104,7 +104,8 @@ def _table(table: str, found: Sequence[Found], extra: Sequence[ResultRecord]) ->
     command = f"wheretolearn reproduce {table}"
     parts = [f"## {_name(table)}: {TITLES[table]}\n\n`{command}`; one row: `{command} --rows {_example(found)}`\n"]
     parts.append(_rows(lines))
-    if took := _took([one.record for one in found if one.record is not None] + list(extra)):
+    rows = [(one.cell.preset.name, one.record) for one in found if one.record is not None]
+    if took := _took([*rows, *((own.name, own) for own in extra)]):
         parts.append(f"What it took:\n\n{took}")
     if notes := _notes(found):
         parts.append(f"Notes:\n\n{notes}")
@@ -125,10 +126,10 @@ def _extra_row(record: ResultRecord) -> list[str]:
     return [_row_name(record.name), record.metric, "-", _ours(record), str(len(record.seeds)), outcome]
 
 
-def _took(records: Iterable[ResultRecord]) -> str:
-    """One line for each run, as records of one run share all of this."""
+def _took(records: Iterable[tuple[str, ResultRecord]]) -> str:
+    """One line for each run, as records of one run share all of this, with the presets that it answers."""
     lines: dict[str, list[str]] = {}
-    for own in records:
+    for preset, own in records:
         facts = [
             f"{duration(own.wall_seconds)} a run",
             own.hardware,
@@ -136,7 +137,7 @@ def _took(records: Iterable[ResultRecord]) -> str:
             f"commit {short_commit(own.commit) or 'unknown'}",
             own.date,
         ]
-        lines.setdefault(", ".join(facts), []).append(f"`{_row_name(own.name)}`")
+        lines.setdefault(", ".join(facts), []).append(f"`{_row_name(preset)}`")
     return "".join(f"- {', '.join(dict.fromkeys(rows))}: {facts}\n" for facts, rows in lines.items())
 
 
