@@ -200,7 +200,9 @@ class _Member:
         if self.config.pretrain:
             _load(model, run)
         self.model = model.to(device)
-        self.learner = make_learner(self.config, self.model, run.seed, arithmetic_of(self.config, self.model))
+        # Lanes of the C-MAML family share one of their own.
+        arithmetic = arithmetic_of(self.config, self.model) if self.config.learner == "metabgd" else None
+        self.learner = make_learner(self.config, self.model, run.seed, arithmetic)
         self.sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.done, self.concluded = 0, 0
         self._earlier, self._begun = 0.0, time.perf_counter()
