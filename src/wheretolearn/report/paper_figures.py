@@ -208,7 +208,7 @@ FIGURES = (
         "table6",
         [
             OverTime(
-                f"p = 0.{p}",
+                f"for p = 0.{p}",
                 "sparsity of sparse-C-MAML over the stream",
                 {"": f"table6.sparse-c-maml.p{p}"},
                 _is_weight,
