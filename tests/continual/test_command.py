@@ -14,9 +14,9 @@ import torch
 from wheretolearn.cli.common import runs_in
 from wheretolearn.cli.continual import _Progress, continual
 from wheretolearn.cli.fewshot import evaluate, train
-from wheretolearn.continual.training import finished
-from wheretolearn.continual.worker import share_out, train_with_care
-from wheretolearn.errors import ConfigError, NonFiniteError, UserError
+from wheretolearn.continual.training import finished, train_together
+from wheretolearn.continual.worker import share_out
+from wheretolearn.errors import ConfigError, MismatchError, NonFiniteError, UserError
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import load_all
@@ -290,11 +290,20 @@ def test_a_run_that_diverges_does_not_keep_its_neighbours_from_their_ends(new_ru
     runs = new_runs({0: {**brief, "lr": 1e30}, 1: {**brief, "lr": 0.01}})
     notes = []
     with pytest.raises(NonFiniteError, match="weights are not finite") as caught:
-        train_with_care(runs, lambda *_: None, notify=notes.append)
+        train_together(runs, notify=notes.append)
     assert str(caught.value).count("not finite") == 1
     assert len(notes) == 1
     assert [finished(run) for run in runs] == [False, True]
     assert [run.seed for run in runs_in([tmp_path], wanted="unfinished")] == [0]
+
+
+def test_a_run_that_fails_keeps_no_others_from_their_ends(new_runs):
+    brief = {"tasks": 2, "examples": 20}
+    runs = new_runs({0: {**brief, "learner": "er"}, 1: {**brief, "learner": "sgd"}, 2: {**brief, "learner": "sgd"}})
+    checkpoint.save(runs[0], {"learner": {}, "matrix": None, "seconds": 0.0, "lanes": [runs[0].path.name]}, 1)
+    with pytest.raises(MismatchError, match="1 of 3 runs failed"):
+        train_together(runs)
+    assert [finished(run) for run in runs] == [False, True, True]
 
 
 def test_a_run_of_another_protocol_is_refused(tmp_path):

@@ -116,6 +116,19 @@ def test_graphed_equals_eager_in_second_order(device, mask_kind):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_second_order_survives_a_gradient_of_zero(device):
+    """A head of zeros gives the body no gradient, so that there is nothing to clip, and a norm without a derivative."""
+    lanes = [new_lane("boil", device, torch.float64, order="second", clip_norm=0.5, steps=1) for _ in range(2)]
+    for lane in lanes:
+        with torch.no_grad():
+            lane.model.head.weight.zero_()
+    for engine in (EagerEngine([lanes[0]]), graphed([lanes[1]])):
+        run(engine, steps=1)
+    for one, two in zip(lanes[0].model.parameters(), lanes[1].model.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_graphed_equals_eager_in_float32(device):
     one = trained(EagerEngine, "binary", device, torch.float32, steps=2)
     two = trained(GraphedEngine, "binary", device, torch.float32, steps=2)

@@ -169,8 +169,14 @@ def test_mistakes_are_told_in_a_line_or_two_and_leave_nothing_behind(tmp_path, r
     [
         ({"overrides": ["learner=maml"]}, "set pretrain=true"),
         ({"overrides": ["precision=float16"]}, "precision=float16 needs the fused engine on a GPU"),
-        ({"overrides": ["precision=float16", "learner=bgd"]}, "no inner loop that could run in precision=float16"),
-        ({"overrides": ["precision=float16", "learner=metabgd", "order=second"]}, "no inner loop that could run"),
+        (
+            {"overrides": ["precision=float16", "learner=bgd"]},
+            "no first-order inner loop",
+        ),
+        (
+            {"overrides": ["precision=float16", "learner=metabgd", "order=second"]},
+            "no first-order inner loop that could run",
+        ),
         ({"presets": ["table5.sgd.many"]}, "use `wheretolearn continual`"),
         ({"overrides": ['sources=[{data="mnist"}]']}, "image set 'mnist' is not in"),
         ({"overrides": ["pretrain=true", "pretrain_classes=900"]}, "but source letters has"),

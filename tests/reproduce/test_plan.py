@@ -190,6 +190,8 @@ def test_time_is_estimated_from_records_of_the_same_runs() -> None:
     assert estimate(plan, [graphics], 2, "cuda").seconds == 100.0
     assert estimate(plan, [graphics], 2, "cpu").seconds is None  # a GPU's time says nothing about a CPU's
     assert estimate(plan_of("table5.sgd.many", seeds=0), [], 2, "cpu").basis == "all runs are finished"
+    streams = [recorded(f"table6.bgd.{p}", "accuracy") for p in ("p98", "p90")]
+    assert estimate(plan_of("table6.bgd", seeds=1), streams, 1, "cuda").seconds == 100.0  # side by side
 
 
 @pytest.mark.parametrize("table", ["table5", "table6"])

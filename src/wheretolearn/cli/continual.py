@@ -14,8 +14,8 @@ from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.continual.learners.make import make_learner
 from wheretolearn.continual.problem import Problem
 from wheretolearn.continual.records import CONTINUAL
-from wheretolearn.continual.training import finished, settings_of
-from wheretolearn.continual.worker import train_in_processes, train_with_care
+from wheretolearn.continual.training import finished, settings_of, train_together
+from wheretolearn.continual.worker import train_in_processes
 from wheretolearn.data.load import load_set
 from wheretolearn.runs.folder import RunFolder
 
@@ -81,7 +81,7 @@ def take_to_the_end(
                 )
             else:
                 set_threads(threads or 1)
-                train_with_care(runs, progress.report, device=device, notify=bars.note, on_stop=announce_stop)
+                train_together(runs, progress.report, device=device, notify=bars.note, on_stop=announce_stop)
     finally:  # also where others failed or were stopped
         streams.print_results(CONTINUAL, [run for run in runs if finished(run)])
 

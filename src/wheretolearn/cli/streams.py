@@ -70,7 +70,7 @@ def start(
             for name, config in configs.items()
             if name is not None
         ]
-        check_savable(planned, record, protocol.incidental)
+        check_savable(planned, record, protocol.incidental, protocol.settings)
     with ExitStack() as folders:
         runs = [
             folders.enter_context(
@@ -100,7 +100,7 @@ def evaluate(
             raise UserError(f"{run.path} is not finished: go on with `wheretolearn resume {run.path}`")
     records = [] if record is None else result_records(protocol, runs, preset_name)
     if record is not None:
-        check_savable(records, record, protocol.incidental)
+        check_savable(records, record, protocol.incidental, protocol.settings)
     print_results(protocol, runs, preset_name)
     if record is not None:
         _save(protocol, records, record)
@@ -134,5 +134,5 @@ def _config(protocol: Protocol, preset: str | None, scale: Scale, overrides: Seq
 
 
 def _save(protocol: Protocol, records: Sequence[ResultRecord], folder: Path) -> None:
-    for path in save_records(records, folder, protocol.incidental):
+    for path in save_records(records, folder, protocol.incidental, protocol.settings):
         typer.echo(f"recorded {path}")

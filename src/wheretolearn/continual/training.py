@@ -1,7 +1,6 @@
 """Continual runs side by side: stream, learner, tests after each task, checkpoints."""
 
 import json
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,11 @@ from wheretolearn.continual.learners.base import Learner
 from wheretolearn.continual.learners.make import make_learner
 from wheretolearn.continual.problem import Problem
 from wheretolearn.continual.recorded import Recorded
-from wheretolearn.errors import MismatchError, NonFiniteError, Stopped
+from wheretolearn.errors import MismatchError, NonFiniteError, Stopped, UserError
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
+from wheretolearn.runs.workers import failure, stopped
 from wheretolearn.storage import read_json, save_weights, write_json
 
 Report = Callable[[RunFolder, int, Mapping[str, Any]], None]
@@ -110,22 +110,37 @@ def train_together(
 ) -> None:
     """Take runs to their ends, from their last checkpoints if they have any; equal settings go side by side.
 
-    Each ends as it would alone, up to rounding. SIGINT or SIGTERM ends this with ``Stopped``, after saving.
+    Each ends as it would alone, up to rounding. A run that fails does not keep others from their ends; the error comes
+    last. Where one of several lanes diverges, each goes on alone from its last checkpoint. SIGINT or SIGTERM ends this
+    with ``Stopped``, after saving.
     """
     for run in runs:
         run.lock()
+    errors: dict[RunFolder, UserError] = {}
     with StopRequest(on_request=on_stop) as stop:
-        for group in lane_groups([run for run in runs if not finished(run)]):
-            lanes = _Lanes(group, device, report, notify)
-            while not lanes.ended and not stop.requested:
-                lanes.advance()
-            if stop.requested:
-                lanes.save()
-                command = shlex.join(["wheretolearn", "resume", *(str(run.path) for run in runs if not finished(run))])
-                raise Stopped(
-                    f"stopped after batch {lanes.done} of {lanes.problem.batches} and saved; go on with `{command}`"
-                )
-            lanes.finish()
+        groups = list(lane_groups([run for run in runs if not finished(run)]))
+        while groups:
+            group = groups.pop(0)
+            try:
+                lanes = _Lanes(group, device, report, notify)
+                while not lanes.ended and not stop.requested:
+                    lanes.advance()
+                if stop.requested:
+                    lanes.save()
+                    what = f"stopped after batch {lanes.done} of {lanes.problem.batches} and saved"
+                    raise stopped(what, [run for run in runs if not finished(run) and run not in errors], errors)
+                lanes.finish()
+            except Stopped:
+                raise
+            except UserError as error:
+                if isinstance(error, NonFiniteError) and len(group) > 1:
+                    if notify is not None:
+                        notify(f"{error}. Each of these runs goes on alone from its last checkpoint")
+                    groups = [[run] for run in group] + groups
+                else:
+                    errors |= dict.fromkeys(group, error)
+    if errors:
+        raise failure(errors, of=len(runs))
 
 
 class _Lanes:

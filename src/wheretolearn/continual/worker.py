@@ -7,35 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from wheretolearn.continual.training import Report, finished, lane_groups, saved_together, train_together
-from wheretolearn.errors import NonFiniteError
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.workers import Teller, train_in_workers, work
-
-
-def train_with_care(
-    runs: Sequence[RunFolder],
-    report: Report,
-    *,
-    device: str = "cpu",
-    notify: Callable[[str], None],
-    on_stop: Callable[[], None] | None = None,
-) -> None:
-    """Like ``train_together``, but a run that diverges does not keep its neighbours from their ends."""
-    try:
-        train_together(runs, report, device=device, notify=notify, on_stop=on_stop)
-    except NonFiniteError as error:
-        if len(runs) == 1:
-            raise
-        notify(f"{error}. Every run goes on alone from its last checkpoint")
-        errors = []
-        for run in runs:
-            try:
-                train_together([run], report, device=device, notify=notify, on_stop=on_stop)
-            except NonFiniteError as own:
-                errors.append(str(own))
-        if errors:
-            raise NonFiniteError("\n".join(errors)) from None
 
 
 def train_in_processes(
@@ -47,7 +21,7 @@ def train_in_processes(
     on_stop: Callable[[], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> None:
-    """Like ``train_with_care``, with ``workers`` processes; by default as many as there are cores."""
+    """Like ``train_together``, with ``workers`` processes; by default as many as there are cores."""
     at_once = workers or environment.cores()
     for run in runs:
         run.lock()  # before their checkpoints tell who was together
@@ -80,7 +54,7 @@ def _train(paths: Sequence[Path], teller: Teller) -> None:
     def report(run: RunFolder, step: int, values: Mapping[str, Any]) -> None:
         teller.tell_step(step, {**values, "run": str(run.path)} if values else {})
 
-    train_with_care([RunFolder.open(path) for path in paths], report, notify=teller.tell_note)
+    train_together([RunFolder.open(path) for path in paths], report, notify=teller.tell_note)
 
 
 if __name__ == "__main__":

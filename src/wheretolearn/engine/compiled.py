@@ -27,6 +27,7 @@ from wheretolearn.engine.graphed import (
     new_stream,
 )
 from wheretolearn.engine.task import InnerLoop
+from wheretolearn.inner_loop import clipped
 from wheretolearn.masks import GradientMask
 
 P = ParamSpec("P")
@@ -40,7 +41,7 @@ def unsupported(model: nn.Module, mask: GradientMask, inner: InnerLoop) -> str |
         return f"masks of the kind {mask.kind!r}"
     if inner.batch_norm != "batch":
         return f"the batch-norm mode {inner.batch_norm!r}"
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()):
         return "dropout"
     return None
 
@@ -68,12 +69,7 @@ class CompiledArithmetic:
         gradient_of_moving = grad_and_value(loss)
 
         def inner_gradient(moving: Tensors, still: Tensors, inputs: Tensor, labels: Tensor) -> Tensors:
-            gradients: Tensors = gradient_of_moving(moving, still, inputs, labels)[0]
-            if clip_norm is not None:
-                norm = torch.stack([(g * g).sum() for g in gradients.values()]).sum().sqrt()
-                scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-                gradients = {name: g * scale for name, g in gradients.items()}
-            return gradients
+            return clipped(gradient_of_moving(moving, still, inputs, labels)[0], clip_norm)
 
         def inner_step(
             moving: Tensors, sums: Tensors, still: Tensors, rates: Tensors, inputs: Tensor, labels: Tensor

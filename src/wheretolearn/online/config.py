@@ -120,7 +120,7 @@ class OnlineConfig:
             raise ConfigError(f"learner={self.learner} starts from random weights: leave out pretrain=true")
         if self.precision in ("bfloat16", "float16") and not (self.plain_inner_loop and self.inner_order == "first"):
             raise ConfigError(
-                f"learner={self.learner} has no inner loop that could run in precision={self.precision}: "
+                f"learner={self.learner} has no first-order inner loop that could run in precision={self.precision}: "
                 "use float32 or tf32"
             )
 

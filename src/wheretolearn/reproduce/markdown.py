@@ -67,6 +67,12 @@ INCONSISTENCIES = """\
 """
 
 
+REMARKS = {
+    "table6": "learning rate, mask rate and buffer of C-MAML and its variants were chosen on seed 100, which is not "
+    "reported, with the published values among the candidates; Table S9 has the published ones.",
+}
+
+
 def page(records: Sequence[ResultRecord]) -> str:
     """The whole page."""
     found = look_up(all_cells(), records)
@@ -107,7 +113,8 @@ def _table(table: str, found: Sequence[Found], extra: Sequence[ResultRecord]) ->
     rows = [(one.cell.preset.name, one.record) for one in found if one.record is not None]
     if took := _took([*rows, *((own.name, own) for own in extra)]):
         parts.append(f"What it took:\n\n{took}")
-    if notes := _notes(found):
+    remark = f"- {REMARKS[table]}\n" if table in REMARKS else ""
+    if notes := remark + _notes(found):
         parts.append(f"Notes:\n\n{notes}")
     return "\n".join(parts)
 

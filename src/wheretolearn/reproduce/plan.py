@@ -183,6 +183,7 @@ def estimate(plan: Plan, records: Sequence[ResultRecord], workers: int, device: 
     """From records of the same trainings, on hardware like this where there are any, else from reference times."""
     parts = parts_per_training(plan, workers, device)
     times: list[float] = []
+    together = 0.0  # of streams that share a GPU from their beginnings to their ends
     bases: dict[str, None] = {}
     unknown = 0
     for training in plan.trainings:
@@ -195,8 +196,12 @@ def estimate(plan: Plan, records: Sequence[ResultRecord], workers: int, device: 
             continue
         seconds, basis = known
         bases[basis] = None
+        if training.preset.protocol == "online" and device != "cpu":
+            together = max(together, seconds)
+            continue
         lanes = PROTOCOLS[training.preset.protocol].lanes or device != "cpu"
         times += [seconds] * (min(parts, len(left)) if lanes else len(left))
+    times += [together] if together else []
     if not times:
         return Estimate(None, "nothing like it is recorded") if unknown else Estimate(0.0, "all runs are finished")
     total = max(max(times), sum(times) / (workers if device == "cpu" else 1))

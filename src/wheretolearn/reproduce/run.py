@@ -10,7 +10,7 @@ from typing import Any
 
 from wheretolearn.config import to_dict
 from wheretolearn.continual.records import CONTINUAL
-from wheretolearn.continual.worker import train_with_care
+from wheretolearn.continual.training import train_together as train_continual
 from wheretolearn.errors import Stopped, UserError
 from wheretolearn.fewshot import records as fewshot_records
 from wheretolearn.fewshot.trained import Evaluation, evaluate_run
@@ -69,16 +69,7 @@ def _claim(training: Training) -> RunFolder:
 
 
 def _carry_out(plan: Plan, work: "_Work") -> None:
-    errors: list[UserError] = []
-
-    def record(trainings: Sequence[Training]) -> None:
-        for training in trainings:
-            try:
-                work.record(training)
-            except UserError as error:
-                errors.append(error)
-
-    record(plan.trainings)
+    work.record_finished(plan.trainings)
     for stage in (False, True):  # first what others start from
         for name in PROTOCOLS:
             chosen = [own for own in plan.trainings if own.preset.protocol == name and (own.start is not None) == stage]
@@ -88,10 +79,10 @@ def _carry_out(plan: Plan, work: "_Work") -> None:
                 except Stopped:
                     raise Stopped("stopped and saved; the same command goes on") from None
                 except UserError as error:
-                    errors.append(error)
-                record(batch)
-    if errors:
-        raise type(errors[0])("\n".join(map(str, errors)))
+                    work.errors.append(error)
+                work.record_finished(batch)
+    if work.errors:
+        raise type(work.errors[0])("\n".join(map(str, work.errors)))
 
 
 def batches(protocol: str, trainings: Sequence[Training], device: str) -> list[Sequence[Training]]:
@@ -105,6 +96,7 @@ class _Work:
     def __init__(self, plan: Plan, results: Path, device: str, workers: int, watch: Watch, tensorboard: bool):
         self.plan, self.results, self.device, self.watch = plan, results, device, watch
         self.workers, self.tensorboard = workers, tensorboard
+        self.errors: list[UserError] = []
         self._recorded: set[Training] = set()
         self._looked = 0.0
 
@@ -127,7 +119,7 @@ class _Work:
             if self.device == "cpu":
                 self._train_in_workers(name, trainings, runs, step)
             elif name == "continual":
-                train_with_care(
+                train_continual(
                     list(runs.values()), step, device=self.device, notify=self.watch.note, on_stop=self.watch.stop
                 )
             elif name == "online":
@@ -201,11 +193,17 @@ class _Work:
         if time.monotonic() - self._looked < 1:
             return
         self._looked = time.monotonic()
-        for training in trainings:
-            if training.preset.protocol != "fewshot":
-                self.record(training)
+        self.record_finished([own for own in trainings if own.preset.protocol != "fewshot"])
 
-    def record(self, training: Training) -> None:
+    def record_finished(self, trainings: Sequence[Training]) -> None:
+        """What cannot be recorded keeps nothing else from its end: its error is kept for last."""
+        for training in trainings:
+            try:
+                self._record(training)
+            except UserError as error:
+                self.errors.append(error)
+
+    def _record(self, training: Training) -> None:
         """Measure and record the presets of a training whose runs are all finished; nothing where some are not."""
         if training in self._recorded or not training.finished:
             return

@@ -145,10 +145,13 @@ def save(record: ResultRecord, folder: str | PathLike[str]) -> Path:
     return path
 
 
-def check_savable(records: Sequence[ResultRecord], folder: Path, incidental: Set[str]) -> None:
+def check_savable(
+    records: Sequence[ResultRecord], folder: Path, incidental: Set[str], settings: type[Any] | None = None
+) -> None:
     """Refuse a folder that cannot be written to, or whose records hold seeds or other settings that would be lost.
 
-    Settings that are ``incidental`` may differ, and so may those that came or went between two versions.
+    Settings that are ``incidental`` may differ, and so may those that came or went between two versions, or that the
+    config, of the type ``settings``, calls unused.
     """
     parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -159,10 +162,11 @@ def check_savable(records: Sequence[ResultRecord], folder: Path, incidental: Set
         if older is None:
             continue
         there, here = older.config, record.config
+        unused = _unused(there, settings) & _unused(here, settings)
         changed = [
             f"{name}={toml_text(there[name])} there, {toml_text(here[name])} here"
             for name in here
-            if name in there and name not in incidental and there[name] != here[name]
+            if name in there and name not in incidental | unused and there[name] != here[name]
         ]
         if changed:
             raise UserError(
@@ -177,10 +181,24 @@ def check_savable(records: Sequence[ResultRecord], folder: Path, incidental: Set
             )
 
 
-def save_records(records: Sequence[ResultRecord], folder: Path, incidental: Set[str]) -> list[Path]:
+def save_records(
+    records: Sequence[ResultRecord], folder: Path, incidental: Set[str], settings: type[Any] | None = None
+) -> list[Path]:
     """Write records, all of them or none where one must not be written."""
-    check_savable(records, folder, incidental)
+    check_savable(records, folder, incidental, settings)
     return [save(record, folder) for record in records]
+
+
+def _unused(config: Mapping[str, Any], settings: type[Any] | None) -> frozenset[str]:
+    """The settings that have no effect in a config; none where it is of another version, and so cannot tell."""
+    if settings is None:
+        return frozenset()
+    try:
+        own = from_dict(settings, config, where="a record")
+    except ConfigError:
+        return frozenset()
+    unused: frozenset[str] = getattr(own, "unused", frozenset())
+    return unused
 
 
 def check_seeds(runs: Sequence[RunFolder]) -> None:
