@@ -113,13 +113,13 @@ def test_a_failing_method_stops_the_demo_with_its_message(tmp_path):
         demo.train_side_by_side(runs, lambda *update: None)
 
 
-def start(folder, settings, step=1):
+def start(folder, settings, step=1, test_tasks=demo.TEST_TASKS):
     """A demo in a process of its own, once both methods have reached a step."""
     script = (
         "import sys; from pathlib import Path; from wheretolearn import demo\n"
         f"runs = demo.open_runs(Path(sys.argv[1]), settings={settings!r})\n"
         "demo.train_side_by_side(runs, lambda method, step, values: print(method, step, flush=True),"
-        " on_stop=lambda: sys.stderr.write('on_stop was called'))"
+        f" test_tasks={test_tasks}, on_stop=lambda: sys.stderr.write('on_stop was called'))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -146,7 +146,7 @@ def wait_for_lock(run):
 
 
 def test_a_signal_while_testing_is_no_failure(tmp_path):
-    process = start(tmp_path, TINY, step=4)
+    process = start(tmp_path, TINY, step=4, test_tasks=10**6)  # it would test for hours
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert "Stopped: stopped and saved; go on with" in errors

@@ -12,7 +12,7 @@ from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs.folder import RunFolder
 
 if TYPE_CHECKING:
-    from wheretolearn.report.continual import ContinualRun, Group
+    from wheretolearn.report.continual import ContinualRun
     from wheretolearn.report.lines import Drawing
 
 NOTHING = "nothing to draw yet: none of these runs has measured anything"
@@ -94,7 +94,7 @@ def _continual(found: Sequence[RunFolder]) -> "list[Drawing]":
             typer.echo(f"note: no sweep is drawn: {error}", err=True)
     for group in groups:
         if not any(run.sparsity for run in group.runs):
-            typer.echo(f"note: no sparsity is drawn of {_name(group)}, whose weights can all change", err=True)
+            typer.echo(f"note: no sparsity is drawn of {group.name}, whose weights can all change", err=True)
     return drawings
 
 
@@ -107,10 +107,6 @@ def _tell_unfinished(run: "ContinualRun", begun: bool) -> None:
             f"note: {run.folder.path} is not finished: drawn as far as it is, {run.tasks_learned}{total} tasks learned",
             err=True,
         )
-
-
-def _name(group: "Group") -> str:
-    return group.label or group.config.learner
 
 
 def _drawable(path: Path, runs: list[RunFolder]) -> list[RunFolder]:

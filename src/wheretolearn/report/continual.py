@@ -13,16 +13,14 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.continual.training import RESULT, finished, result, settings_of
 from wheretolearn.errors import ConfigError, UserError
-from wheretolearn.report.figures import DASHES, INK, MUTED, STYLE, percent_axis
+from wheretolearn.report.figures import INK, MUTED, STYLE, percent_axis
+from wheretolearn.report.groups import Group, differing_settings, group_lines, grouped, is_number
 from wheretolearn.report.lines import (
     Drawing,
     Line,
     cells,
-    differing_settings,
     is_bias,
-    labels_and_slugs,
     line_axes,
-    line_of,
     line_rows,
     new_figure,
     of_runs,
@@ -37,7 +35,6 @@ from wheretolearn.report.lines import (
 )
 from wheretolearn.report.page import ACCENTS
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.results import check_seeds
 
 WHITE = "#fdfdfd"  # on coloured cells; pure white is the ground of light pages, and follows the theme
 COLOURS = "cividis"  # reads the same with every kind of colour vision, and in grey
@@ -58,21 +55,12 @@ class ContinualRun:
     result: dict[str, Any] | None  # None: not finished
 
     @property
-    def tasks_learned(self) -> int:
-        return int(np.isfinite(self.matrix).any(axis=1).sum())
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Runs of the same settings; the label says in what they differ from the other groups, "" where there is one."""
-
-    runs: list[ContinualRun]
-    label: str
-    slug: str
+    def method(self) -> str:
+        return self.config.learner
 
     @property
-    def config(self) -> ContinualConfig:
-        return self.runs[0].config
+    def tasks_learned(self) -> int:
+        return int(np.isfinite(self.matrix).any(axis=1).sum())
 
 
 def read_run(run: RunFolder) -> ContinualRun:
@@ -106,24 +94,13 @@ def read_run(run: RunFolder) -> ContinualRun:
     return ContinualRun(run, settings_of(run), matrix, sparsity, ends, measured)
 
 
-def group_runs(runs: Sequence[ContinualRun]) -> list[Group]:
-    """Runs of the same settings together; groups that differ in one number come in its order."""
-    alike: dict[ContinualConfig, list[ContinualRun]] = {}
-    for run in runs:
-        alike.setdefault(run.config, []).append(run)
-    names = differing_settings(list(alike))
-    if len(names) == 1 and all(_is_number(getattr(config, names[0])) for config in alike):
-        alike = dict(sorted(alike.items(), key=lambda item: float(getattr(item[0], names[0]))))
-    groups = []
-    for (label, slug), own in zip(labels_and_slugs(list(alike), names, SPEAKING), alike.values(), strict=True):
-        check_seeds([run.folder for run in own])
-        groups.append(Group(sorted(own, key=lambda run: run.folder.seed), label, slug))
-    return groups
+def group_runs(runs: Sequence[ContinualRun]) -> list[Group[ContinualRun]]:
+    return grouped(runs, SPEAKING)
 
 
-def swept_setting(groups: Sequence[Group]) -> str:
+def swept_setting(groups: Sequence[Group[ContinualRun]]) -> str:
     """The one setting in which groups differ; an error where none or several do."""
-    names = differing_settings([group.config for group in groups])
+    names = differing_settings([group.first.config for group in groups])
     if not names:
         raise ConfigError(
             "these runs have the same settings but for seeds: a sweep needs runs that differ in one setting"
@@ -133,7 +110,7 @@ def swept_setting(groups: Sequence[Group]) -> str:
     return names[0]
 
 
-def draw(groups: Sequence[Group]) -> list[Drawing]:
+def draw(groups: Sequence[Group[ContinualRun]]) -> list[Drawing]:
     """Every figure that the runs allow but the sweep: a matrix and sparsities of each group, accuracies of all."""
     drawings = []
     lowest, highest = _range(groups)
@@ -145,13 +122,13 @@ def draw(groups: Sequence[Group]) -> list[Drawing]:
     for group in groups:
         if any(end in run.sparsity for run in group.runs for end in run.task_ends):
             drawings.append(sparsity_over_tasks(group))
-        if group.config.epochs > 1 and any(run.sparsity for run in group.runs):
+        if group.first.config.epochs > 1 and any(run.sparsity for run in group.runs):
             drawings.append(sparsity_within_tasks(group))
     return drawings
 
 
 @rc_context(STYLE)
-def accuracy_matrix(group: Group, lowest: float = 0.0, highest: float = 1.0) -> Drawing:
+def accuracy_matrix(group: Group[ContinualRun], lowest: float = 0.0, highest: float = 1.0) -> Drawing:
     """A map of accuracies: a row for each task learned, a column for each task tested; mean over runs."""
     learned = [run for run in group.runs if run.tasks_learned]
     mean, std, runs = over_runs(np.stack([run.matrix for run in learned]))
@@ -217,18 +194,16 @@ def accuracy_matrix(group: Group, lowest: float = 0.0, highest: float = 1.0) -> 
 
 
 @rc_context(STYLE)
-def accuracy_over_tasks(groups: Sequence[Group]) -> Drawing:
+def accuracy_over_tasks(groups: Sequence[Group[ContinualRun]]) -> Drawing:
     """Mean accuracy on the tasks seen so far, as tasks come; one line per group."""
-    lines = []
-    for number, group in enumerate(groups):
-        curves = [
+    curves = [
+        [
             {task + 1: float(run.matrix[task, : task + 1].mean()) for task in range(run.tasks_learned)}
             for run in group.runs
         ]
-        if any(curves):
-            dashes = "-" if number < len(ACCENTS) else DASHES
-            name = group.label or group.config.learner
-            lines.append(line_of(name, curves, ACCENTS[number % len(ACCENTS)], dashes))
+        for group in groups
+    ]
+    lines = group_lines(groups, curves)
     title = "Accuracy on the tasks seen so far"
     caption = (
         f"{_about(groups)}. Mean accuracy on the tests of all tasks learned by then"
@@ -248,7 +223,7 @@ def accuracy_over_tasks(groups: Sequence[Group]) -> Drawing:
 
 
 @rc_context(STYLE)
-def sparsity_over_tasks(group: Group) -> Drawing:
+def sparsity_over_tasks(group: Group[ContinualRun]) -> Drawing:
     """Share of each tensor that cannot change, after each task: weights solid, biases dashed."""
     curves = [
         {task: run.sparsity[step] for task, step in enumerate(run.task_ends, start=1) if step in run.sparsity}
@@ -272,11 +247,11 @@ def sparsity_over_tasks(group: Group) -> Drawing:
 
 
 @rc_context(STYLE)
-def sparsity_within_tasks(group: Group) -> Drawing:
+def sparsity_within_tasks(group: Group[ContinualRun]) -> Drawing:
     """The same while the batches of a task come again and again; upright lines are where a new task begins."""
     lines = tensor_lines([run.sparsity for run in group.runs])
     title = title_of("Weights that cannot change, within tasks", group.label)
-    passes = f"as its batches come, {group.config.epochs} passes through each task"
+    passes = f"as its batches come, {group.first.config.epochs} passes through each task"
     caption = _sparsity_caption(group, lines, passes, "Upright lines: a new task begins.")
     figure, axes = line_axes(title, caption, lines, width=6.4)
     percent_axis(axes, "y")
@@ -308,18 +283,18 @@ def sparsity_within_tasks(group: Group) -> Drawing:
 
 
 @rc_context(STYLE)
-def sweep(groups: Sequence[Group]) -> Drawing:
+def sweep(groups: Sequence[Group[ContinualRun]]) -> Drawing:
     """Retained accuracy and sparsity of finished runs against the one setting in which they differ."""
     setting = swept_setting(groups)
     done = [
-        (getattr(group.config, setting), [run.result for run in group.runs if run.result is not None])
+        (getattr(group.first.config, setting), [run.result for run in group.runs if run.result is not None])
         for group in groups
     ]
     done = [(value, results) for value, results in done if results]
     if len(done) < 2:
         raise ConfigError(f"a sweep over {setting} needs finished runs with at least two values of it")
     values = [value for value, _ in done]
-    numeric = all(_is_number(value) for value in values)
+    numeric = all(is_number(value) for value in values)
     x = np.array([float(value) for value in values] if numeric else range(len(values)), dtype=float)
     panels: dict[str, Line] = {}
     for key, name in (("ra", "retained accuracy (RA)"), ("sparsity", "weights that cannot change")):
@@ -383,7 +358,7 @@ def _swept_axis(axes: Axes, setting: str, values: Sequence[object], x: np.ndarra
         axes.tick_params(axis="x", labelrotation=25)
 
 
-def _sparsity_caption(group: Group, lines: Sequence[Line], when: str, more: str = "") -> str:
+def _sparsity_caption(group: Group[ContinualRun], lines: Sequence[Line], when: str, more: str = "") -> str:
     biases = ", biases dashed" if any(is_bias(line.name) for line in lines) else ""
     return (
         f"{_about([group])}. Share of each layer's weights that learning leaves alone, {when}"
@@ -391,7 +366,7 @@ def _sparsity_caption(group: Group, lines: Sequence[Line], when: str, more: str 
     ).strip()
 
 
-def _range(groups: Sequence[Group]) -> tuple[float, float]:
+def _range(groups: Sequence[Group[ContinualRun]]) -> tuple[float, float]:
     """Tens of percent around all accuracies, so that the matrices of all groups share their colours."""
     values = np.concatenate([np.ravel(run.matrix) for group in groups for run in group.runs])
     values = values[np.isfinite(values)]
@@ -406,21 +381,17 @@ def _is_dark(place: float) -> bool:
     return bool(0.299 * red + 0.587 * green + 0.114 * blue < 0.5)
 
 
-def _about(groups: Sequence[Group]) -> str:
+def _about(groups: Sequence[Group[ContinualRun]]) -> str:
     """`sparse-la-maml on rotations of mnist`: what the groups have in common, and what one of them has for itself."""
-    streams, learners = set(), {group.config.learner for group in groups}
-    for config in (group.config for group in groups):
+    streams, learners = set(), {group.first.config.learner for group in groups}
+    for config in (group.first.config for group in groups):
         streams.add(f"split {config.data}" if config.problem == "split" else f"{config.problem} of {config.data}")
     common = " on ".join(found.pop() for found in (learners, streams) if len(found) == 1)
     if len(groups) > 1:
-        names = differing_settings([group.config for group in groups])
+        names = differing_settings([group.first.config for group in groups])
         return ", ".join(filter(None, [common, f"runs by {_listed([words(name) for name in names])}"]))
     rest = [part for part in groups[0].label.split(", ") if part and part not in common]
     return ", ".join([common, *rest])
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _listed(items: Sequence[str]) -> str:

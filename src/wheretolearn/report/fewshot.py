@@ -12,13 +12,11 @@ from wheretolearn.errors import UserError
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.fewshot.records import settings_of
 from wheretolearn.report.figures import DASHES, INK, MUTED, STYLE, percent_axis, running_mean
+from wheretolearn.report.groups import Group, group_lines, grouped
 from wheretolearn.report.lines import (
     Drawing,
     Line,
-    differing_settings,
-    labels_and_slugs,
     line_axes,
-    line_of,
     line_rows,
     of_runs,
     plot_labelled,
@@ -28,7 +26,6 @@ from wheretolearn.report.lines import (
 )
 from wheretolearn.report.page import ACCENTS, percent
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.results import check_seeds
 
 SPEAKING = ("data", "model", "mask", "adapt")  # settings whose values need no name beside them
 OVERALL = "all weights"
@@ -45,29 +42,16 @@ class FewShotRun:
     sparsity: dict[int, dict[str, float]]  # of all weights, and of each layer
 
     @property
-    def begun(self) -> bool:
-        return bool(self.loss or self.accuracy)
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Runs of the same settings; the label says in what they differ from the other groups, "" where there is one."""
-
-    runs: list[FewShotRun]
-    label: str
-    slug: str
-
-    @property
-    def config(self) -> FewShotConfig:
-        return self.runs[0].config
-
-    @property
-    def name(self) -> str:
-        return self.label or self.config.mask
+    def method(self) -> str:
+        return self.config.mask
 
     @property
     def learns_mask(self) -> bool:
-        return self.config.mask != "fixed" and any(run.sparsity for run in self.runs)
+        return self.config.mask != "fixed" and bool(self.sparsity)
+
+    @property
+    def begun(self) -> bool:
+        return bool(self.loss or self.accuracy)
 
 
 def read_run(run: RunFolder) -> FewShotRun:
@@ -92,39 +76,32 @@ def _finite(records: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
     return {r["step"]: float(r[key]) for r in records if key in r and math.isfinite(r[key])}
 
 
-def group_runs(runs: Sequence[FewShotRun]) -> list[Group]:
-    """Runs of the same settings together."""
-    alike: dict[FewShotConfig, list[FewShotRun]] = {}
-    for run in runs:
-        alike.setdefault(run.config, []).append(run)
-    names = differing_settings(list(alike))
-    groups = []
-    for (label, slug), own in zip(labels_and_slugs(list(alike), names, SPEAKING), alike.values(), strict=True):
-        check_seeds([run.folder for run in own])
-        groups.append(Group(sorted(own, key=lambda run: run.folder.seed), label, slug))
-    return groups
+def group_runs(runs: Sequence[FewShotRun]) -> list[Group[FewShotRun]]:
+    return grouped(runs, SPEAKING)
 
 
-def draw(groups: Sequence[Group]) -> list[Drawing]:
+def draw(groups: Sequence[Group[FewShotRun]]) -> list[Drawing]:
     """Every figure that the runs allow: loss, validation and sparsity of all groups, and layers of each."""
     drawings = []
     if any(run.loss for group in groups for run in group.runs):
         drawings.append(loss_over_training(groups))
     if any(run.accuracy for group in groups for run in group.runs):
         drawings.append(validation_over_training(groups))
-    masked = [group for group in groups if group.learns_mask]
+    masked = [
+        group for group in groups if group.first.config.mask != "fixed" and any(run.sparsity for run in group.runs)
+    ]
     if len(masked) > 1:
         drawings.append(sparsity_over_training(masked))
     return drawings + [layers_over_training(group) for group in masked]
 
 
 @rc_context(STYLE)
-def loss_over_training(groups: Sequence[Group]) -> Drawing:
+def loss_over_training(groups: Sequence[Group[FewShotRun]]) -> Drawing:
     curves = [
         [dict(zip(run.loss, running_mean(list(run.loss.values())), strict=True)) for run in group.runs]
         for group in groups
     ]
-    lines = _group_lines(groups, curves)
+    lines = group_lines(groups, curves)
     title = "Outer loss in training"
     caption = _caption(groups, "Cross-entropy on the queries of training tasks, smoothed", lines)
     figure, axes = line_axes(title, caption, lines)
@@ -137,10 +114,10 @@ def loss_over_training(groups: Sequence[Group]) -> Drawing:
 
 
 @rc_context(STYLE)
-def validation_over_training(groups: Sequence[Group]) -> Drawing:
-    lines = _group_lines(groups, [[run.accuracy for run in group.runs] for group in groups])
+def validation_over_training(groups: Sequence[Group[FewShotRun]]) -> Drawing:
+    lines = group_lines(groups, [[run.accuracy for run in group.runs] for group in groups])
     title = "Validation accuracy in training"
-    ways = {group.config.ways for group in groups}
+    ways = {group.first.config.ways for group in groups}
     chance = 1 / ways.pop() if len(ways) == 1 else None
     guessing = f"; guessing gives {percent(chance)}" if chance is not None else ""
     caption = _caption(groups, "Accuracy on tasks of the validation classes, after the inner loop", lines, guessing)
@@ -155,9 +132,9 @@ def validation_over_training(groups: Sequence[Group]) -> Drawing:
 
 
 @rc_context(STYLE)
-def sparsity_over_training(groups: Sequence[Group]) -> Drawing:
+def sparsity_over_training(groups: Sequence[Group[FewShotRun]]) -> Drawing:
     curves = [[{step: s[OVERALL] for step, s in run.sparsity.items()} for run in group.runs] for group in groups]
-    lines = _group_lines(groups, curves)
+    lines = group_lines(groups, curves)
     title = "Weights that cannot change, in training"
     caption = _caption(groups, "Share of all weights that the inner loop leaves alone", lines)
     figure, axes = line_axes(title, caption, lines)
@@ -169,7 +146,7 @@ def sparsity_over_training(groups: Sequence[Group]) -> Drawing:
 
 
 @rc_context(STYLE)
-def layers_over_training(group: Group) -> Drawing:
+def layers_over_training(group: Group[FewShotRun]) -> Drawing:
     """Layers solid, batch norm dashed, all weights together in ink."""
     every = tensor_lines([run.sparsity for run in group.runs])
     weights = [line.name for line in every if line.name != OVERALL and not is_norm(line.name)]
@@ -202,14 +179,6 @@ def _styled(line: Line, colour: str, dashes: Any) -> Line:
     return Line(line.name, line.x, line.mean, line.std, line.runs, colour, dashes)
 
 
-def _group_lines(groups: Sequence[Group], curves: Sequence[Sequence[dict[int, float]]]) -> list[Line]:
-    return [
-        line_of(group.name, own, ACCENTS[number % len(ACCENTS)], "-" if number < len(ACCENTS) else DASHES)
-        for number, (group, own) in enumerate(zip(groups, curves, strict=True))
-        if any(own)
-    ]
-
-
 def _step_axis(axes: Axes, lines: Sequence[Line]) -> None:
     axes.set_xlim(0, max(float(line.x[-1]) for line in lines))
     axes.set_xlabel("outer steps")
@@ -217,8 +186,8 @@ def _step_axis(axes: Axes, lines: Sequence[Line]) -> None:
     axes.grid(visible=False, axis="x")
 
 
-def _caption(groups: Sequence[Group], what: str, lines: Sequence[Line], more: str = "") -> str:
-    problems = {(g.config.ways, g.config.shots, g.config.data) for g in groups}
+def _caption(groups: Sequence[Group[FewShotRun]], what: str, lines: Sequence[Line], more: str = "") -> str:
+    problems = {(g.first.config.ways, g.first.config.shots, g.first.config.data) for g in groups}
     start = ""
     if len(problems) == 1:
         ways, shots, data = problems.pop()

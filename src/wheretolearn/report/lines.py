@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import re
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
-from wheretolearn.config import to_dict
 from wheretolearn.masks import layer_of
 from wheretolearn.report.figures import DASHES, MUTED, short, spread
 from wheretolearn.report.page import ACCENTS, THEME
@@ -27,7 +25,6 @@ from wheretolearn.storage import atomic_write
 
 MOST_POINTS = 1500  # of one drawn line; the data beside it holds all
 LONGEST_LABEL = 44
-LONGEST_SLUG = 80  # file names end at 255 bytes
 MARKERS = "os^Dv"  # of lines beside each other, which so differ in more than colour
 MOST_MARKERS = 9  # on one line, about
 CAPTION_LINE = 0.13  # inches
@@ -56,27 +53,6 @@ class Drawing:
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
-
-
-def differing_settings(configs: Sequence[object]) -> list[str]:
-    tables = [to_dict(config) for config in configs]
-    return [name for name in tables[0] if any(table[name] != tables[0][name] for table in tables)]
-
-
-def labels_and_slugs(configs: Sequence[object], names: Sequence[str], speaking: Sequence[str]) -> list[tuple[str, str]]:
-    """What tells configs apart, by the settings of these names: for people, and for the names of files.
-
-    Values of ``speaking`` settings need no name beside them.
-    """
-    found: list[tuple[str, str]] = []
-    for config in configs:
-        values = [(name, value_text(getattr(config, name))) for name in names]
-        label = ", ".join(value if name in speaking else f"{words(name)} {value}" for name, value in values)
-        slug = re.sub(r"[^a-z0-9.]+", "-", label.lower())[:LONGEST_SLUG].strip("-.")
-        if any(slug == other for _, other in found):
-            slug = f"{slug}-{len(found) + 1}".lstrip("-")
-        found.append((label, slug))
-    return found
 
 
 def title_of(what: str, label: str) -> str:

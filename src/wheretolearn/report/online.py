@@ -13,12 +13,11 @@ from wheretolearn.errors import UserError
 from wheretolearn.online import metrics
 from wheretolearn.online.config import OnlineConfig
 from wheretolearn.online.training import finished, settings_of
-from wheretolearn.report.figures import DASHES, INK, MUTED, STYLE, percent_axis
+from wheretolearn.report.figures import INK, MUTED, STYLE, percent_axis
+from wheretolearn.report.groups import Group, group_lines, grouped
 from wheretolearn.report.lines import (
     Drawing,
     Line,
-    differing_settings,
-    labels_and_slugs,
     line_axes,
     line_of,
     line_rows,
@@ -31,7 +30,6 @@ from wheretolearn.report.lines import (
 )
 from wheretolearn.report.page import ACCENTS
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.results import check_seeds
 
 TOTAL = "all"
 MOST_LINES = 120  # changes of the task that are drawn through the axes; more are marks at their foot
@@ -50,25 +48,12 @@ class OnlineRun:
     sparsity: dict[int, dict[str, float]]  # steps seen -> tensor -> share that cannot change
 
     @property
+    def method(self) -> str:
+        return self.config.learner
+
+    @property
     def finished(self) -> bool:
         return finished(self.folder)
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Runs of the same settings; the label says in what they differ from the other groups, "" where there is one."""
-
-    runs: list[OnlineRun]
-    label: str
-    slug: str
-
-    @property
-    def config(self) -> OnlineConfig:
-        return self.runs[0].config
-
-    @property
-    def name(self) -> str:
-        return self.label or self.config.learner
 
 
 def read_run(run: RunFolder) -> OnlineRun:
@@ -86,23 +71,12 @@ def read_run(run: RunFolder) -> OnlineRun:
         raise UserError(f"{run.path / 'metrics.jsonl'} is damaged: its accuracies cannot be read") from None
 
 
-def group_runs(runs: Sequence[OnlineRun]) -> list[Group]:
-    """Runs of the same settings together."""
-    alike: dict[OnlineConfig, list[OnlineRun]] = {}
-    for run in runs:
-        alike.setdefault(run.config, []).append(run)
-    names = differing_settings(list(alike))
+def group_runs(runs: Sequence[OnlineRun]) -> list[Group[OnlineRun]]:
     # Methods differ in many settings: those of one value per learner and p need not be told.
-    if len({(config.learner, config.p, config.pretrain) for config in alike}) == len(alike):
-        names = [name for name in ("learner", "p", "pretrain") if name in names]
-    groups = []
-    for (label, slug), own in zip(labels_and_slugs(list(alike), names, SPEAKING), alike.values(), strict=True):
-        check_seeds([run.folder for run in own])
-        groups.append(Group(sorted(own, key=lambda run: run.folder.seed), label, slug))
-    return groups
+    return grouped(runs, SPEAKING, enough=("learner", "p", "pretrain"))
 
 
-def draw(groups: Sequence[Group]) -> list[Drawing]:
+def draw(groups: Sequence[Group[OnlineRun]]) -> list[Drawing]:
     """Every figure that the runs allow: accuracies and sparsities of each group, recovery and accuracies of all."""
     drawings = [accuracy_by_source(group) for group in groups]
     if len(groups) > 1:
@@ -113,9 +87,9 @@ def draw(groups: Sequence[Group]) -> list[Drawing]:
 
 
 @rc_context(STYLE)
-def accuracy_by_source(group: Group) -> Drawing:
+def accuracy_by_source(group: Group[OnlineRun]) -> Drawing:
     """Mean accuracy so far, of all steps and of those of each source; of a single run, with the changes of its task."""
-    names = [TOTAL, *(source.label for source in group.config.sources)]
+    names = [TOTAL, *(source.label for source in group.first.config.sources)]
     lines = []
     for name, colour in zip(names, [INK, *_colours(len(names) - 1)], strict=True):
         curves = [{step: means[name] for step, means in run.accuracy.items() if name in means} for run in group.runs]
@@ -138,10 +112,10 @@ def accuracy_by_source(group: Group) -> Drawing:
 
 
 @rc_context(STYLE)
-def accuracy_over_time(groups: Sequence[Group]) -> Drawing:
+def accuracy_over_time(groups: Sequence[Group[OnlineRun]]) -> Drawing:
     """Mean accuracy so far; one line per group."""
     curves = [[{step: means[TOTAL] for step, means in run.accuracy.items()} for run in group.runs] for group in groups]
-    lines = _group_lines(groups, curves)
+    lines = group_lines(groups, curves)
     title = "Accuracy over the stream"
     caption = _caption(groups, "Mean accuracy of all steps so far, before they are learned from", lines)
     figure, axes = line_axes(title, caption, lines)
@@ -153,7 +127,7 @@ def accuracy_over_time(groups: Sequence[Group]) -> Drawing:
 
 
 @rc_context(STYLE)
-def recovery(groups: Sequence[Group]) -> Drawing:
+def recovery(groups: Sequence[Group[OnlineRun]]) -> Drawing:
     """Accuracy in the first steps of a new task; one line per group."""
     curves = []
     for group in groups:
@@ -164,7 +138,7 @@ def recovery(groups: Sequence[Group]) -> Drawing:
             means, _ = metrics.recovery(torch.tensor(run.accuracies, dtype=torch.float64), switched)
             own.append(dict(enumerate(means, start=1)))
         curves.append(own)
-    lines = _group_lines(groups, curves)
+    lines = group_lines(groups, curves)
     title = "Recovery after the task changes"
     caption = _caption(
         groups, "Mean accuracy in the first, second ... step of a new task, before that step is learned from", lines
@@ -180,7 +154,7 @@ def recovery(groups: Sequence[Group]) -> Drawing:
 
 
 @rc_context(STYLE)
-def sparsity_over_time(group: Group) -> Drawing:
+def sparsity_over_time(group: Group[OnlineRun]) -> Drawing:
     """Figure S5: share of each layer's weights that the inner loop leaves alone; the data has biases and norm too."""
     every = tensor_lines([run.sparsity for run in group.runs])
     chosen = [line for line in every if line.name.endswith(".weight") and ".norm" not in line.name] or every
@@ -199,14 +173,6 @@ def sparsity_over_time(group: Group) -> Drawing:
     _step_axis(axes, lines)
     columns = ("tensor", "steps", "sparsity_mean", "sparsity_std", "runs")
     return Drawing(stem_of("sparsity-over-time", group.slug), figure, title, caption, columns, line_rows(every))
-
-
-def _group_lines(groups: Sequence[Group], curves: Sequence[Sequence[dict[int, float]]]) -> list[Line]:
-    return [
-        line_of(group.name, own, ACCENTS[number % len(ACCENTS)], "-" if number < len(ACCENTS) else DASHES)
-        for number, (group, own) in enumerate(zip(groups, curves, strict=True))
-        if any(own)
-    ]
 
 
 def _draw_switches(axes: Axes, run: OnlineRun) -> None:
@@ -236,10 +202,10 @@ def _colours(count: int) -> list[str]:
     return [ACCENTS[number % len(ACCENTS)] for number in range(count)]
 
 
-def _caption(groups: Sequence[Group], what: str, lines: Sequence[Line]) -> str:
+def _caption(groups: Sequence[Group[OnlineRun]], what: str, lines: Sequence[Line]) -> str:
     counts: Any = np.concatenate([line.runs for line in lines])
-    learners = {group.config.learner for group in groups}
-    streams = {(" + ".join(source.label for source in g.config.sources), g.config.p) for g in groups}
+    learners = {group.first.config.learner for group in groups}
+    streams = {(" + ".join(source.label for source in g.first.config.sources), g.first.config.p) for g in groups}
     about: list[str] = [learners.pop()] if len(learners) == 1 else []
     if len(streams) == 1:
         sources, p = streams.pop()

@@ -111,14 +111,9 @@ def _measures(kind: _Kind, groups: Sequence[Any]) -> Html:
     rows = []
     for group, own in zip(groups, found, strict=True):
         cells = [_mean(name, [measures[name] for measures in own if name in measures]) for name in names]
-        name = group.label or _learner(group.config)
-        rows.append([name, *cells, value(str(len(group.runs)), float(len(group.runs)))])
+        rows.append([group.name, *cells, value(str(len(group.runs)), float(len(group.runs)))])
     caption = "Mean over seeds ± standard deviation; %, but for delays"
     return table(["Runs", *names, "seeds"], rows, caption, sortable=True)
-
-
-def _learner(config: Any) -> str:
-    return str(config.learner if hasattr(config, "learner") else config.mask)
 
 
 def _mean(name: str, values: Sequence[float]) -> Html | str:
@@ -137,7 +132,7 @@ def _fewshot_measures(run: fewshot.FewShotRun) -> dict[str, float]:
     for path in sorted((run.folder.path / "evaluations").glob("*.json")):
         measured = from_dict(Evaluation, read_json(path), where=str(path))
         found[f"{measured.what}, {measured.steps} steps"] = measured.accuracy
-    if run.sparsity and run.config.mask != "fixed":
+    if run.learns_mask:
         found["closed weights"] = run.sparsity[max(run.sparsity)][fewshot.OVERALL]
     return found
 
