@@ -13,6 +13,27 @@ if not torch.cuda.is_available():
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 RunCommand = Callable[..., "subprocess.CompletedProcess[str]"]
+HoldAt = Callable[..., dict[str, str]]
+
+# Python runs a module of this name when it starts, in worker processes too.
+SITECUSTOMIZE = """
+import os, select, signal
+from wheretolearn.runs.folder import RunFolder
+
+heard, tell = os.pipe()  # readable once a signal came
+os.set_blocking(tell, False)
+signal.set_wakeup_fd(tell)
+log = RunFolder.log
+
+
+def log_and_wait(run, step, **values):
+    log(run, step, **values)
+    if step >= int(os.environ["HOLD_AT"]) and run.path.name.startswith(os.environ["HOLD_RUNS"]):
+        select.select([heard], [], [])
+
+
+RunFolder.log = log_and_wait
+"""
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +74,21 @@ def run_command() -> RunCommand:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def hold_at(tmp_path_factory: pytest.TempPathFactory) -> HoldAt:
+    """An environment in which runs wait for a signal once they have logged a step.
+
+    However slow or fast a machine is, the signal or kill of a test then finds them at that step: its record is
+    written, its checkpoint is not. Without it a run may end before the test has seen that it began.
+    """
+    folder = tmp_path_factory.mktemp("hold")
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+
+    def environ(step: int, runs: str = "") -> dict[str, str]:
+        """``runs``: how the names of those begin that wait; by default all do."""
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        return {**os.environ, "PYTHONPATH": path, "HOLD_AT": str(step), "HOLD_RUNS": runs}
+
+    return environ

@@ -158,8 +158,11 @@ def facts(runs: Mapping[str, RunFolder]) -> dict[str, str]:
 
 def work(path: Path, test_tasks: int, teller: Teller) -> None:
     """What one process does: train a run to its end and evaluate it."""
+    asked_to_stop: list[bool] = []
     with RunFolder.open(path) as run:
-        train(run, teller.tell_step, at_once=len(METHODS))
+        train(run, teller.tell_step, on_stop=lambda: asked_to_stop.append(True), at_once=len(METHODS))
+        if asked_to_stop:  # with the last step: training ends by itself, but testing would go on
+            raise Stopped("stopped before testing")
         evaluations: dict[str, Evaluation] = {
             split: evaluate_run(run, split, tasks=test_tasks) for split in EVALUATED.values()
         }

@@ -157,9 +157,9 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(run_command, tmp_path):
     assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"
 
 
-def start(*arguments):
+def start(environ, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", "wheretolearn", *map(str, arguments)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "wheretolearn", *map(str, arguments)], env=environ, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -212,9 +212,9 @@ def flatten(value, path=""):
         yield path, value
 
 
-def test_kill_9_and_resume_equals_a_straight_run_bit_for_bit(straight, tmp_path, run_command):
+def test_kill_9_and_resume_equals_a_straight_run_bit_for_bit(straight, tmp_path, run_command, hold_at):
     path = tmp_path / "run"
-    process = start("train", path, *QUICK)
+    process = start(hold_at(25), "train", path, *QUICK)
     wait_for_step(path, 25, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -227,32 +227,32 @@ def test_kill_9_and_resume_equals_a_straight_run_bit_for_bit(straight, tmp_path,
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_exits_with_its_own_code(straight, tmp_path, run_command, number):
+def test_a_signal_saves_and_exits_with_its_own_code(straight, tmp_path, run_command, hold_at, number):
     path = tmp_path / "run"
-    process = start("train", path, *QUICK)
+    process = start(hold_at(13), "train", path, *QUICK)
     wait_for_step(path, 13, process)
     process.send_signal(number)
     _, message = process.communicate()
     assert process.returncode == 75, message
     assert "stopping after this step" in message
     assert "wheretolearn resume" in message
-    assert checkpoint.load_latest(path).step >= 13
+    assert checkpoint.load_latest(path).step == 13
     assert run_command("resume", path, "--threads", 1).returncode == 0
     assert_same_end(straight, path)
 
 
-def test_two_processes_cannot_write_one_run(tmp_path, run_command):
+def test_two_processes_cannot_write_one_run(tmp_path, run_command, hold_at):
     path = tmp_path / "run"
-    process = start("train", path, *QUICK)
+    process = start(hold_at(1), "train", path, *QUICK)
     wait_for_step(path, 1, process)
     assert_message(run_command("resume", path), "is in use", str(process.pid))
     process.kill()
     process.communicate()
 
 
-def test_a_corrupted_checkpoint_is_reported_and_the_one_before_used(straight, tmp_path, run_command):
+def test_a_corrupted_checkpoint_is_reported_and_the_one_before_used(straight, tmp_path, run_command, hold_at):
     path = tmp_path / "run"
-    process = start("train", path, *QUICK)
+    process = start(hold_at(25), "train", path, *QUICK)
     wait_for_step(path, 25, process)
     process.kill()
     process.communicate()
@@ -418,18 +418,18 @@ def test_a_run_without_a_preset_is_recorded_under_the_name_given(several, tmp_pa
     assert [record.name for record in load_all(tmp_path / "records")] == ["demo.maml"]
 
 
-def test_kill_9_of_several_runs_and_resume_equals_a_straight_run(straight, tmp_path, run_command):
+def test_kill_9_of_several_runs_and_resume_equals_a_straight_run(straight, tmp_path, run_command, hold_at):
     folder = tmp_path / "runs"
-    process = start("train", folder, *QUICK, "--seeds", 2, "--workers", 2)
+    process = start(hold_at(12), "train", folder, *QUICK, "--seeds", 2, "--workers", 2)
     paths = [folder / f"demo.sparse-maml-seed{seed}" for seed in (0, 1)]
     for path in paths:
         wait_for_step(path, 12, process)
     workers = [worker_of(path) for path in paths]
     assert process.pid not in workers
-    for pid in (process.pid, *workers):
+    for pid in (*workers, process.pid):  # the workers first: without it they would save and end
         os.kill(pid, signal.SIGKILL)
     process.communicate()
-    assert all(10 <= checkpoint.load_latest(path).step < 40 for path in paths)
+    assert [checkpoint.load_latest(path).step for path in paths] == [10, 10]
     resumed = run_command("resume", folder, "--threads", 1)
     assert resumed.returncode == 0, resumed.stderr
     assert_same_end(straight, paths[0])
@@ -438,10 +438,9 @@ def test_kill_9_of_several_runs_and_resume_equals_a_straight_run(straight, tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_several_runs_and_saves_them(tmp_path, run_command, number):
+def test_a_signal_stops_several_runs_and_saves_them(tmp_path, hold_at, number):
     folder = tmp_path / "runs"
-    long = ("--set", "outer_steps=4000", "--set", "checkpoint_every=4000", "--set", "validate_every=4000")
-    process = start("train", folder, "--preset", "demo.maml", "--seeds", 3, "--workers", 2, *TINY, *long)
+    process = start(hold_at(2), "train", folder, "--preset", "demo.maml", "--seeds", 3, "--workers", 2, *TINY)
     paths = [folder / f"demo.maml-seed{seed}" for seed in range(3)]
     for path in paths[:2]:
         wait_for_step(path, 2, process)
@@ -452,15 +451,15 @@ def test_a_signal_stops_several_runs_and_saves_them(tmp_path, run_command, numbe
     assert "stopped 3 runs and saved them; go on with `wheretolearn resume" in message
     assert all(str(path) in message for path in paths)
     for path in paths[:2]:
-        assert checkpoint.load_latest(path).step == RunFolder.open(path).metrics()[-1]["step"] < 4000
+        assert checkpoint.load_latest(path).step == RunFolder.open(path).metrics()[-1]["step"] == 2
     assert checkpoint.load_latest(paths[2]) is None  # two at a time: it had not begun
 
 
-def test_a_worker_that_dies_is_named_and_the_others_go_on(tmp_path):
+def test_a_worker_that_dies_is_named_and_the_others_go_on(tmp_path, hold_at):
     folder = tmp_path / "runs"
-    longer = ("--set", "outer_steps=150")  # so that it is not over before it is killed
-    process = start("train", folder, "--preset", "demo.maml", "--seeds", 2, "--workers", 2, *TINY, *longer)
     paths = [folder / f"demo.maml-seed{seed}" for seed in (0, 1)]
+    environ = hold_at(2, runs=paths[1].name)
+    process = start(environ, "train", folder, "--preset", "demo.maml", "--seeds", 2, "--workers", 2, *TINY)
     wait_for_step(paths[1], 2, process)
     os.kill(worker_of(paths[1]), signal.SIGKILL)
     _, message = process.communicate()

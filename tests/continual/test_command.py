@@ -92,9 +92,9 @@ def assert_same_end(one, two):
     assert metrics[0] == metrics[1]
 
 
-def start(*arguments):
+def start(environ, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", "wheretolearn", *map(str, arguments)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "wheretolearn", *map(str, arguments)], env=environ, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -107,22 +107,22 @@ def wait_for_batch(path, batch, process):
         time.sleep(0.01)
 
 
-def test_kill_9_in_the_middle_of_a_task_and_resume_equals_a_straight_run(paths, tmp_path, run_command):
-    process = start("continual", tmp_path / "run", *QUICK)
+def test_kill_9_in_the_middle_of_a_task_and_resume_equals_a_straight_run(paths, tmp_path, run_command, hold_at):
+    process = start(hold_at(33), "continual", tmp_path / "run", *QUICK)
     wait_for_batch(tmp_path / "run", 33, process)
     process.kill()
     process.communicate()
     assert not finished(RunFolder.open(tmp_path / "run"))
-    assert 30 <= checkpoint.load_latest(tmp_path / "run").step < BATCHES
+    assert checkpoint.load_latest(tmp_path / "run").step == 30
     resumed = run_command("resume", tmp_path / "run")
     assert resumed.returncode == 0, resumed.stderr
     assert f"{PRESET} at quick scale, seed 0, in %:" in resumed.stdout
     assert_same_end(paths[0], tmp_path / "run")
 
 
-def test_sigterm_saves_several_runs_and_resume_goes_on(paths, tmp_path, run_command):
+def test_sigterm_saves_several_runs_and_resume_goes_on(paths, tmp_path, run_command, hold_at):
     folder = tmp_path / "runs"
-    process = start("continual", folder, *QUICK, "--seeds", 2, "--workers", 2)
+    process = start(hold_at(3), "continual", folder, *QUICK, "--seeds", 2, "--workers", 2)
     stopped = [folder / f"{PRESET}-seed{seed}" for seed in (0, 1)]
     for path in stopped:
         wait_for_batch(path, 3, process)
@@ -133,7 +133,7 @@ def test_sigterm_saves_several_runs_and_resume_goes_on(paths, tmp_path, run_comm
     assert "saved them; go on with `wheretolearn resume" in message
     assert "Traceback" not in message
     for path in stopped:
-        assert checkpoint.load_latest(path).step == RunFolder.open(path).metrics()[-1]["step"]
+        assert checkpoint.load_latest(path).step == RunFolder.open(path).metrics()[-1]["step"] == 3
     assert run_command("resume", folder, "--workers", 2).returncode == 0
     for path, other in zip(paths, stopped, strict=True):
         assert_same_end(path, other)

@@ -105,7 +105,7 @@ def naps() -> list[float]:
 def fetch(tmp_path: Path, naps: list[float]) -> Callable[..., Path]:
     def run(*urls: str, size: int | None = len(BODY), sha256: str | None = DIGEST, **options) -> Path:
         file = RemoteFile("file.bin", urls, size, sha256)
-        return download(file, tmp_path, sleep=naps.append, timeout=5.0, **options)
+        return download(file, tmp_path, sleep=naps.append, timeout=300.0, **options)
 
     return run
 

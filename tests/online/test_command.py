@@ -89,9 +89,9 @@ def assert_same_end(one, two):
     assert metrics[0] == metrics[1]
 
 
-def start(*arguments):
+def start(environ, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", "wheretolearn", *map(str, arguments)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "wheretolearn", *map(str, arguments)], env=environ, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -104,22 +104,22 @@ def wait_for_step(path, step, process):
         time.sleep(0.01)
 
 
-def test_kill_9_in_mid_stream_and_resume_equals_a_straight_run(paths, tmp_path, run_command):
-    process = start("online", tmp_path / "run", *QUICK)
+def test_kill_9_in_mid_stream_and_resume_equals_a_straight_run(paths, tmp_path, run_command, hold_at):
+    process = start(hold_at(13), "online", tmp_path / "run", *QUICK)
     wait_for_step(tmp_path / "run", 13, process)
     process.kill()
     process.communicate()
     assert not finished(RunFolder.open(tmp_path / "run"))
-    assert 10 <= checkpoint.load_latest(tmp_path / "run").step < STEPS
+    assert checkpoint.load_latest(tmp_path / "run").step == 10
     resumed = run_command("resume", tmp_path / "run")
     assert resumed.returncode == 0, resumed.stderr
     assert f"{PRESET} at quick scale, seed 0, in %:" in resumed.stdout
     assert_same_end(paths[0], tmp_path / "run")
 
 
-def test_sigterm_saves_several_runs_and_resume_goes_on(paths, tmp_path, run_command):
+def test_sigterm_saves_several_runs_and_resume_goes_on(paths, tmp_path, run_command, hold_at):
     folder = tmp_path / "runs"
-    process = start("online", folder, *QUICK, "--seeds", 2, "--workers", 2)
+    process = start(hold_at(2), "online", folder, *QUICK, "--seeds", 2, "--workers", 2)
     stopped = [folder / f"{PRESET}-seed{seed}" for seed in (0, 1)]
     for path in stopped:
         wait_for_step(path, 2, process)
@@ -129,6 +129,7 @@ def test_sigterm_saves_several_runs_and_resume_goes_on(paths, tmp_path, run_comm
     assert "stopping after this step" in message
     assert "saved them; go on with `wheretolearn resume" in message
     assert "Traceback" not in message
+    assert [checkpoint.load_latest(path).step for path in stopped] == [2, 2]
     assert run_command("resume", folder, "--workers", 2).returncode == 0
     for path, other in zip(paths, stopped, strict=True):
         assert_same_end(path, other)
@@ -176,6 +177,10 @@ def test_mistakes_are_told_in_a_line_or_two_and_leave_nothing_behind(tmp_path, r
         (
             {"overrides": ["precision=float16", "learner=metabgd", "order=second"]},
             "no first-order inner loop that could run",
+        ),
+        (
+            {"overrides": ["precision=float16", "learner=c-maml", "pretrain=true", "order=second"]},
+            "pre-training of order=second has no precision=float16",
         ),
         ({"presets": ["table5.sgd.many"]}, "use `wheretolearn continual`"),
         ({"overrides": ['sources=[{data="mnist"}]']}, "image set 'mnist' is not in"),

@@ -190,8 +190,9 @@ print("done", flush=True)
 """
 
 
-def child(settings):
-    return subprocess.Popen([sys.executable, "-c", CHILD, repr(settings)], stdout=subprocess.PIPE, text=True)
+def child(settings, environ=None):
+    command = [sys.executable, "-c", CHILD, repr(settings)]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
 
 
 def wait_for_step(own_cache, step, process):
@@ -203,12 +204,13 @@ def wait_for_step(own_cache, step, process):
         time.sleep(0.01)
 
 
-def test_a_second_process_waits_and_one_that_was_killed_is_taken_over(own_cache):
-    settings = {**SMALL, "pretrain_steps": 150, "pretrain_validate_every": 50}
-    first = child(settings)
+def test_a_second_process_waits_and_one_that_was_killed_is_taken_over(own_cache, hold_at):
+    settings = {**SMALL, "pretrain_steps": 60, "pretrain_validate_every": 20}
+    first = child(settings, hold_at(40))
     wait_for_step(own_cache, 1, first)
     second = child(settings)
-    wait_for_step(own_cache, 50, first)
+    wait_for_step(own_cache, 40, first)
+    assert checkpoint.load_latest(run_folder(own_cache)).step == 20
     assert second.stdout.readline() == "another process does the same pre-training: waiting for it\n"
     first.kill()
     first.communicate()
@@ -216,7 +218,7 @@ def test_a_second_process_waits_and_one_that_was_killed_is_taken_over(own_cache)
     assert (second.returncode, said) == (0, "done\n")
     records = RunFolder.open(run_folder(own_cache)).metrics()
     steps = [record["step"] for record in records]
-    assert steps[-1] == 150
+    assert steps[-1] == 60
     assert sorted(set(steps)) == steps  # every record once
     weights = pretrained_weights(OnlineConfig(**settings))
 

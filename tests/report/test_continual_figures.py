@@ -345,7 +345,7 @@ def test_a_mistake_is_one_message(run_command: Any, tmp_path: Path) -> None:
 
 
 def test_folders_without_runs_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a run folder, and none of its folders is one"):
+    with pytest.raises(UserError, match="is not a run folder, and holds none"):
         figures([tmp_path])
     with pytest.raises(UserError, match="nowhere is not a run folder"):
         figures([tmp_path / "nowhere"])

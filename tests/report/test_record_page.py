@@ -57,6 +57,16 @@ def test_every_cell_of_every_table_is_on_the_page(tmp_path: Path) -> None:
         assert f'id="{figure.name}"' in page
 
 
+def test_the_page_says_why_a_number_is_stale_and_what_the_paper_s_stands_for(tmp_path: Path) -> None:
+    ours = record("table5.sgd.rotations", "RA", {0: 50.0})
+    save(replace(ours, config={**ours.config, "lr": 9.0}), tmp_path / "continual")
+    notes = re.findall("<details>.*?</details>", record_page(tmp_path), flags=re.DOTALL)
+    (table5,) = (note for note in notes if "La-MAML paper" in note)
+    assert "<code>sgd.rotations</code>: stale: made with other settings than the preset&#x27;s: lr=9.0" in table5
+    assert "<code>sgd.rotations</code>, <code>sgd.permutations</code>, <code>sgd.many</code>" in table5
+    assert any("chosen on seed 100" in note for note in notes)  # a remark on all of Table 6
+
+
 def test_a_folder_without_records_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no records"):
         record_page(tmp_path)

@@ -142,10 +142,21 @@ def test_a_finished_run_whose_metrics_are_gone_is_shown_by_its_result(runs_folde
     assert [section.heading for section in sections] == ["Continual: 3 rotations of stripes", "The runs"]
 
 
+def test_runs_are_found_at_any_depth_of_a_folder(runs_folder: Path, tmp_path: Path) -> None:
+    deep = tmp_path / "runs" / "reproduce" / "quick"
+    shutil.copytree(runs_folder / "continual-sgd-seed0", deep / "sgd")
+    shutil.copytree(runs_folder / "fewshot-fixed-seed0", tmp_path / "runs" / "mine")
+    shutil.copytree(runs_folder / "fewshot-fixed-seed0", tmp_path / "runs" / ".trash" / "old")
+    (deep / "again").symlink_to(tmp_path / "runs")  # in a circle
+    report([tmp_path / "runs"], None, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "Report on 2 runs" in page
+
+
 def test_mistakes_are_told(runs_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run folder"):
         report([tmp_path / "absent"], None, tmp_path / "page.html")
-    with pytest.raises(UserError, match="none of its folders is one"):
+    with pytest.raises(UserError, match="is not a run folder, and holds none"):
         report([tmp_path], None, tmp_path / "page.html")
     run = runs_folder / "fewshot-fixed-seed0"
     with pytest.raises(UserError, match="is a folder: give -o a file"):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,21 @@ from wheretolearn.runs.folder import RunFolder
 
 pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
 
-SMALL = ["table5", "--scale", "quick", "--device", "cpu", "--rows", "sgd.rotations", "--rows", "er.rotations"]
+QUICK = ["table5", "--scale", "quick", "--device", "cpu", "--workers", "2"]
+SMALL = [*QUICK, "--rows", "sgd.rotations", "--rows", "er.rotations"]
 # What a record says of the time it was made.
 OF_THE_TIME = ("wall_seconds", "date")
 COMMIT = "0123456789"
 
 
-def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+def start(folder: Path, *arguments: str, environ: Mapping[str, str] = os.environ) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "wheretolearn", "reproduce", *arguments],
         cwd=folder,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "250", "NO_COLOR": "1", "WHERETOLEARN_COMMIT": COMMIT},
+        env={**environ, "COLUMNS": "250", "NO_COLOR": "1", "WHERETOLEARN_COMMIT": COMMIT},
     )
 
 
@@ -212,14 +213,48 @@ def test_another_run_in_the_way_is_left_alone(tmp_path: Path, monkeypatch: pytes
     assert sorted(path.name for path in place.parent.iterdir()) == [place.name]
 
 
-def test_killed_twice_it_ends_with_the_records_of_a_straight_run(straight: tuple[Path, Any], tmp_path: Path) -> None:
-    kill_and_go_on(tmp_path, [*SMALL, "--seeds", "2"], delays=(4.0, 6.0))
+def wait_for_line(process: "subprocess.Popen[str]", text: str) -> None:
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if text in line:
+            return
+    pytest.fail("".join(said))
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it ended by itself before it was killed"
+
+
+def test_killed_twice_it_ends_with_the_records_of_a_straight_run(
+    straight: tuple[Path, Any], tmp_path: Path, hold_at: Callable[..., dict[str, str]]
+) -> None:
+    command = [*SMALL, "--seeds", "2"]
+    process = start(tmp_path, *command, environ=hold_at(10))
+    wait_for_line(process, ": begun")
+    kill(process)  # where nothing is finished
+
+    process = start(tmp_path, *command, environ=hold_at(10, runs="table5.er"))
+    runs = tmp_path / "runs" / "reproduce" / "quick"
+    while not all((runs / f"table5.sgd.rotations-seed{seed}" / "result.json").exists() for seed in (0, 1)):
+        assert process.poll() is None
+        time.sleep(0.02)
+    kill(process)  # where one is finished and the other is not
+    assert not list(runs.glob("table5.er.rotations-seed?/result.json"))
+
+    done = run(tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    assert "0 runs to do, 2 to resume, 2 finished" in done.stderr
+    assert not list(tmp_path.rglob("*.tmp"))
     assert contents(tmp_path) == contents(straight[0])
 
 
 @pytest.mark.slow
 def test_killed_ten_times_at_random_points_it_ends_with_the_records_of_a_straight_run(tmp_path: Path) -> None:
-    command = ["table5", "--scale", "quick", "--device", "cpu", "--seeds", "3"]
+    command = [*QUICK, "--seeds", "3"]
     for row in ("sgd", "er", "sparse-la-maml", "la-maml"):
         command += ["--rows", row]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -228,32 +263,23 @@ def test_killed_ten_times_at_random_points_it_ends_with_the_records_of_a_straigh
     done = run(straight, *command)
     assert done.returncode == 0, done.stderr
     random_points = random.Random(0)
-    interrupted = kill_and_go_on(killed, command, delays=[random_points.uniform(2.5, 9.0) for _ in range(10)])
-    assert interrupted >= 5, "the command ended by itself before most kills: give it more to do"
+    for number in range(10):
+        process = start(killed, *command)
+        if number % 3:  # else it may be killed before it has begun
+            wait_for_line(process, ": begun")
+        time.sleep(random_points.uniform(0, 2))
+        kill(process)
+    done = run(killed, *command)
+    assert done.returncode == 0, done.stderr
+    assert not list(killed.rglob("*.tmp"))
     assert contents(killed) == contents(straight)
 
 
-def kill_and_go_on(folder: Path, command: Sequence[str], delays: Sequence[float]) -> int:
-    """Start the command and kill it, for each delay, then let it end. How many kills found it at work."""
-    interrupted = 0
-    for delay in delays:
-        process = start(folder, *command)
-        time.sleep(delay)
-        interrupted += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    done = run(folder, *command)
-    assert done.returncode == 0, done.stderr
-    assert not list(folder.rglob("*.tmp"))
-    return interrupted
-
-
-def test_ctrl_c_saves_and_says_that_the_same_command_goes_on(straight: tuple[Path, Any], tmp_path: Path) -> None:
-    process = start(tmp_path, *SMALL, "--seeds", "2")
-    assert process.stderr is not None
-    for line in process.stderr:
-        if ": begun" in line:
-            break
+def test_ctrl_c_saves_and_says_that_the_same_command_goes_on(
+    straight: tuple[Path, Any], tmp_path: Path, hold_at: Callable[..., dict[str, str]]
+) -> None:
+    process = start(tmp_path, *SMALL, "--seeds", "2", environ=hold_at(10))
+    wait_for_line(process, ": begun")
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate()
     assert process.returncode == Stopped.exit_code

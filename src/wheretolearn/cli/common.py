@@ -2,7 +2,8 @@
 
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -147,19 +148,29 @@ def finished(run: RunFolder) -> bool:
 
 
 def find_runs(paths: Sequence[Path], keep: Callable[[Path, list[RunFolder]], list[RunFolder]]) -> list[RunFolder]:
-    """The runs that paths name, each once: a run itself, or of those in a folder the ones that ``keep`` returns."""
+    """The runs that paths name, each once: a run itself, or of those within a folder the ones that ``keep`` returns."""
     found: dict[Path, RunFolder] = {}
     for path in paths:
         if (path / "run.json").exists() or not path.is_dir():
             inside = [RunFolder.open(path)]
         else:
-            everything = [RunFolder.open(file.parent) for file in sorted(path.glob("*/run.json"))]
+            everything = [RunFolder.open(folder) for folder in _run_folders(path)]
             if not everything:
-                raise UserError(f"{path} is not a run folder, and none of its folders is one")
+                raise UserError(f"{path} is not a run folder, and holds none")
             inside = keep(path, everything)
         for run in inside:
             found.setdefault(run.path.resolve(), run)
     return list(found.values())
+
+
+def _run_folders(path: Path) -> Iterator[Path]:
+    """The run folders at any depth of a folder, as far as it can be read; runs hold no others."""
+    with suppress(PermissionError):
+        for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+            if (folder / "run.json").exists():
+                yield folder
+            elif not folder.is_symlink() and not folder.name.startswith("."):
+                yield from _run_folders(folder)
 
 
 def runs_in(paths: Sequence[Path], wanted: Literal["finished", "unfinished"]) -> list[RunFolder]:

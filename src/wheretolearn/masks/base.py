@@ -119,3 +119,21 @@ class GradientMask(ABC):
             "names": json.dumps(self.names),
         }
         save_weights(Path(path), self.tensors(), metadata)
+
+
+class RandomMask(GradientMask):
+    """A mask whose pattern also depends on ``noise``, standard normal; it stays as it is until ``resample``."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size], names: Sequence[str], raw: dict[str, Tensor], noise: Tensor):
+        super().__init__(shapes, names, raw)
+        self.noise = noise
+
+    def resample(self, draw: Callable[[Tensor], Tensor] = torch.randn_like) -> None:
+        self.noise.copy_(draw(self.noise))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.raw, "noise": self.noise}
+
+    def to(self, target: torch.device | torch.dtype | str) -> Self:
+        self.noise = self.noise.to(target)
+        return super().to(target)

@@ -1,20 +1,19 @@
 """Sparse-MAML+: masks generated from a random vector."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from wheretolearn.errors import ConfigError
-from wheretolearn.masks.base import GradientMask
+from wheretolearn.masks.base import RandomMask
 from wheretolearn.masks.elementwise import binary_step
 from wheretolearn.masks.initial import kaiming, raw_parameters, shifted_to_sparsity
 from wheretolearn.masks.selection import Select, selected_names, trainable_shapes
 
 
-class GeneratedMask(GradientMask):
+class GeneratedMask(RandomMask):
     """Sparse-MAML+: filters' masks are generated, m = A (z * sigma + mu) + b with z ~ N(0, I); the rest are plain.
 
     Raw names: ``NAME.projection`` (A), ``NAME.offset`` (b) for each filter tensor, ``latent.mean`` (mu) and
@@ -31,8 +30,7 @@ class GeneratedMask(GradientMask):
         noise: Tensor,
         straight_through_scale: float = 1.0,
     ):
-        super().__init__(shapes, names, raw)
-        self.noise = noise  # z
+        super().__init__(shapes, names, raw, noise)  # z
         self.straight_through_scale = straight_through_scale
         self.generated = tuple(name for name in names if f"{name}.projection" in raw)
 
@@ -70,16 +68,6 @@ class GeneratedMask(GradientMask):
 
     def settings(self) -> dict[str, float]:
         return {"straight_through_scale": self.straight_through_scale}
-
-    def resample(self, draw: Callable[[Tensor], Tensor] = torch.randn_like) -> None:
-        self.noise.copy_(draw(self.noise))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {**self.raw, "noise": self.noise}
-
-    def to(self, target: torch.device | torch.dtype | str) -> Self:
-        self.noise = self.noise.to(target)
-        return super().to(target)
 
 
 def generated(

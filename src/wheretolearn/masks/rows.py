@@ -1,19 +1,18 @@
 """MT-net's mask: each output unit of a layer is open or not, at random with a learned chance (Lee and Choi, 2018)."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from wheretolearn.errors import ConfigError
-from wheretolearn.masks.base import GradientMask
+from wheretolearn.masks.base import RandomMask
 from wheretolearn.masks.initial import raw_dtype
 from wheretolearn.masks.selection import Select, layer_of, selected_names, trainable_shapes
 from wheretolearn.storage import check_shapes
 
 
-class RowsMask(GradientMask):
+class RowsMask(RandomMask):
     """One logit per output unit (entry of the first dimension) of a layer, for its weights and bias alike.
 
     A unit is open where logit + logistic noise >= 0, thus with chance sigmoid(logit); gradients go straight through
@@ -33,8 +32,7 @@ class RowsMask(GradientMask):
     ):
         if not temperature > 0:
             raise ConfigError(f"the temperature of a rows mask must be greater than 0, not {temperature}")
-        super().__init__(shapes, names, raw)
-        self.noise = noise  # standard normal, one number per unit of all layers in turn
+        super().__init__(shapes, names, raw, noise)  # one number per unit of all layers in turn
         self.temperature = temperature
         self.layers = units_of_layers(shapes, names)
         expected = {owner: (units,) for owner, (units, _) in self.layers.items()}
@@ -66,16 +64,6 @@ class RowsMask(GradientMask):
 
     def settings(self) -> dict[str, float]:
         return {"temperature": self.temperature}
-
-    def resample(self, draw: Callable[[Tensor], Tensor] = torch.randn_like) -> None:
-        self.noise.copy_(draw(self.noise))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {**self.raw, "noise": self.noise}
-
-    def to(self, target: torch.device | torch.dtype | str) -> Self:
-        self.noise = self.noise.to(target)
-        return super().to(target)
 
 
 def units_of_layers(shapes: Mapping[str, torch.Size], names: Sequence[str]) -> dict[str, tuple[int, list[str]]]:

@@ -123,6 +123,8 @@ class OnlineConfig:
                 f"learner={self.learner} has no first-order inner loop that could run in precision={self.precision}: "
                 "use float32 or tf32"
             )
+        if self.precision == "float16" and self.pretrain and self.order == "second":
+            raise ConfigError("pre-training of order=second has no precision=float16: use float32, tf32 or bfloat16")
 
     @property
     def plain_inner_loop(self) -> bool:

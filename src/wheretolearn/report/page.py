@@ -56,8 +56,8 @@ def escaped(text: str) -> Html:
     return text if isinstance(text, Html) else Html(html.escape(text))
 
 
-def join(parts: Iterable[str]) -> Html:
-    return Html("\n".join(escaped(part) for part in parts))
+def join(parts: Iterable[str], between: str = "\n") -> Html:
+    return Html(escaped(between).join(escaped(part) for part in parts))
 
 
 def element(tag: str, content: str = "", **attributes: str) -> Html:

@@ -10,11 +10,23 @@ from wheretolearn.errors import UserError
 from wheretolearn.report.curves import Curves, load_curves
 from wheretolearn.report.figures import INK, MUTED, STYLE
 from wheretolearn.report.lines import Drawing, new_figure
-from wheretolearn.report.page import ACCENTS, Html, Tile, breakable, duration, element, join, table, tiles, value
+from wheretolearn.report.page import (
+    ACCENTS,
+    Html,
+    Tile,
+    breakable,
+    details,
+    duration,
+    element,
+    join,
+    table,
+    tiles,
+    value,
+)
 from wheretolearn.report.paper_figures import FIGURES, PaperFigure, redrawn
 from wheretolearn.report.sections import Section, gallery, report_page
 from wheretolearn.reproduce.cells import Cell, Found, all_cells, load_records, look_up
-from wheretolearn.reproduce.markdown import INCONSISTENCIES, TITLES
+from wheretolearn.reproduce.markdown import INCONSISTENCIES, REMARKS, TITLES, notes_on
 from wheretolearn.runs.results import ResultRecord
 
 OUTCOMES = {
@@ -48,7 +60,7 @@ def record_page(folder: Path, more: Sequence[Section] = (), curves: Sequence[Cur
     sections = []
     for name in dict.fromkeys(cell.table for cell in cells if cell.table.startswith("table")):
         own = [one for one in found if one.cell.table == name]
-        parts = [_table(own), _command(own), *_comparisons(name, own)]
+        parts = [_table(own), _command(own), *_notes(name, own), *_comparisons(name, own)]
         for figure in FIGURES:
             if figure.table == name:
                 parts.append(_figure(figure, cells, records, curves))
@@ -97,7 +109,15 @@ def _command(found: Sequence[Found]) -> Html:
     cell = found[0].cell
     all_of_it = element("code", f"wheretolearn reproduce {cell.table}")
     one_row = element("code", f"wheretolearn reproduce {cell.preset.name}")
-    return element("p", join(["Made with ", all_of_it, "; one row, such as the first, with ", one_row]))
+    return element("p", join(["Made with ", all_of_it, "; one row, such as the first, with ", one_row], ""))
+
+
+def _notes(name: str, found: Sequence[Found]) -> list[Html]:
+    """Why numbers are stale, how runs differ from their presets, what the paper's own numbers stand for."""
+    notes: list[str] = [element("li", REMARKS[name])] if name in REMARKS else []
+    for text, rows in notes_on(found).items():
+        notes.append(element("li", join([join((element("code", row) for row in rows), ", "), text], ": ")))
+    return [details("Notes on these numbers", element("ul", join(notes)))] if notes else []
 
 
 def _number(mean: float, std: float | None) -> Html:
@@ -164,7 +184,7 @@ def _figure(
             what = "; ".join(panel.panel.heading for panel in chosen)
             how = element("code", chosen[0].missing)
             parts.append(
-                element("p", join([f"{state[0].upper()}{state[1:]}: {what}. Make it with ", how]), class_="missing")
+                element("p", join([f"{state[0].upper()}{state[1:]}: {what}. Make it with ", how], ""), class_="missing")
             )
     return join(parts)
 

@@ -114,7 +114,8 @@ def _table(table: str, found: Sequence[Found], extra: Sequence[ResultRecord]) ->
     if took := _took([*rows, *((own.name, own) for own in extra)]):
         parts.append(f"What it took:\n\n{took}")
     remark = f"- {REMARKS[table]}\n" if table in REMARKS else ""
-    if notes := remark + _notes(found):
+    by_row = (f"- {', '.join(f'`{row}`' for row in rows)}: {text}\n" for text, rows in notes_on(found).items())
+    if notes := remark + "".join(by_row):
         parts.append(f"Notes:\n\n{notes}")
     return "\n".join(parts)
 
@@ -148,11 +149,11 @@ def _took(records: Iterable[tuple[str, ResultRecord]]) -> str:
     return "".join(f"- {', '.join(dict.fromkeys(rows))}: {facts}\n" for facts, rows in lines.items())
 
 
-def _notes(found: Sequence[Found]) -> str:
-    """What is to be said about the paper's numbers and ours; rows with the same words share a line."""
+def notes_on(found: Sequence[Found]) -> dict[str, list[str]]:
+    """What is to be said about the paper's numbers and ours, with the rows that it is said of."""
     lines: dict[str, list[str]] = {}
     for one in found:
-        row = f"`{_row_name(one.cell.preset.name)}`"
+        row = _row_name(one.cell.preset.name)
         paper = one.cell.paper
         if paper is not None and paper.note:
             lines.setdefault(f"the paper's number: {paper.note}", []).append(row)
@@ -162,7 +163,7 @@ def _notes(found: Sequence[Found]) -> str:
             text = "; ".join(part for part in one.record.notes.split("; ") if not part.startswith("the paper's number"))
             if text:
                 lines.setdefault(text, []).append(row)
-    return "".join(f"- {', '.join(dict.fromkeys(rows))}: {text}\n" for text, rows in lines.items())
+    return {text: list(dict.fromkeys(rows)) for text, rows in lines.items()}
 
 
 def _rows(rows: Iterable[Sequence[str]]) -> str:
