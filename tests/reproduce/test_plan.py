@@ -20,7 +20,7 @@ from wheretolearn.reproduce.plan import (
     parts_per_training,
 )
 from wheretolearn.reproduce.protocols import config_of
-from wheretolearn.reproduce.run import batches, split
+from wheretolearn.reproduce.run import FEWSHOT_LANES, batches, split
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import ResultRecord
@@ -214,8 +214,24 @@ def test_seeds_share_a_program_unless_cores_would_be_idle() -> None:
     assert split([0, 1], 4) == [[0], [1]]
 
 
-def test_on_a_gpu_streams_go_together_and_few_shot_trainings_one_by_one() -> None:
+def test_on_a_gpu_streams_go_together() -> None:
     trainings = plan_of("table6.c-maml", "table6.bgd").trainings
     assert len(trainings) == 4
-    assert batches("online", trainings, "cuda") == batches("fewshot", trainings, "cpu") == [trainings]
-    assert batches("fewshot", trainings, "cuda") == [[training] for training in trainings]
+    assert batches("online", trainings, "cuda") == batches("online", trainings, "cpu") == [trainings]
+
+
+def test_on_a_gpu_few_shot_trainings_go_together_where_they_can_be_lanes() -> None:
+    names = [f"table1.{method}.shot5" for method in ("sparse-maml", "fomaml", "sparse-relu-maml", "exp-maml", "anil")]
+    trainings = plan_of(*names, "table1.sparse-maml.shot1", seeds=1).trainings
+    found = batches("fewshot", trainings, "cuda")
+    assert sorted(own.preset.name for batch in found for own in batch) == sorted([*names, "table1.sparse-maml.shot1"])
+    for batch in found:
+        assert sum(len(own.seeds) for own in batch) <= FEWSHOT_LANES
+        configs = [config_of(own.preset) for own in batch]
+        assert len({(c.shots, c.inner_steps, c.tasks_per_step) for c in configs}) == 1
+    together = next(batch for batch in found if batch[0].preset.name == names[0])
+    assert {own.preset.name for own in together} >= {names[0], "table1.sparse-relu-maml.shot5"}
+    assert batches("fewshot", trainings, "cpu") == [trainings]
+    # Seeds are lanes too: a training is never torn apart, and fills what it can.
+    several = plan_of(names[0], "table1.sparse-relu-maml.shot5", seeds=3).trainings
+    assert batches("fewshot", several, "cuda") == [[own] for own in several]

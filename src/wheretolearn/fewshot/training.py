@@ -34,6 +34,11 @@ _FREE_IN_A_LANE = (
 )
 
 
+def lane_settings(config: FewShotConfig) -> dict[str, Any]:
+    """What runs must have in common to be lanes of one engine."""
+    return {name: value for name, value in to_dict(config).items() if name not in _FREE_IN_A_LANE}
+
+
 def train(
     run: RunFolder,
     report: Callable[[int, Mapping[str, Any]], None] | None = None,
@@ -124,8 +129,7 @@ class _Member:
         """Runs of equal shape can be lanes of one engine."""
         lane, config = self.lane, self.config
         engine = choose(lane.model, lane.mask, lane.inner, config.engine, config.precision)
-        settings = {name: value for name, value in to_dict(config).items() if name not in _FREE_IN_A_LANE}
-        return json.dumps([engine, settings], sort_keys=True)
+        return json.dumps([engine, lane_settings(config)], sort_keys=True)
 
     def validate(self, evaluator: Evaluator) -> float:
         tasks = self.validation.tasks(0, self.config.validation_tasks)

@@ -1,5 +1,6 @@
 """Carry out a plan: train what is missing, measure it, record it. Killed at any moment, the next try goes on."""
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,13 +15,14 @@ from wheretolearn.continual.training import train_together as train_continual
 from wheretolearn.errors import Stopped, UserError
 from wheretolearn.fewshot import records as fewshot_records
 from wheretolearn.fewshot.trained import Evaluation, evaluate_run
+from wheretolearn.fewshot.training import lane_settings
 from wheretolearn.fewshot.training import train_together as train_fewshot
 from wheretolearn.online.records import ONLINE
 from wheretolearn.online.training import train_together as train_online
 from wheretolearn.presets import Preset
 from wheretolearn.reproduce.cells import all_cells
 from wheretolearn.reproduce.plan import Plan, Training, parts_per_training
-from wheretolearn.reproduce.protocols import PROTOCOLS
+from wheretolearn.reproduce.protocols import PROTOCOLS, config_of
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.records import result_records
 from wheretolearn.runs.results import ResultRecord, save
@@ -28,6 +30,7 @@ from wheretolearn.runs.workers import train_in_workers
 
 SECONDS_TO_WAIT = 60  # for the workers of a killed process, which save and end by themselves
 AT_WORK = ".at-work"  # in the folder of runs: what processes are working on
+FEWSHOT_LANES = 4  # runs that share a GPU; it has little room for more, and all would end later
 TASKS = 300  # that a few-shot run is measured on, as in the paper
 
 
@@ -86,10 +89,17 @@ def _carry_out(plan: Plan, work: "_Work") -> None:
 
 
 def batches(protocol: str, trainings: Sequence[Training], device: str) -> list[Sequence[Training]]:
-    """Trainings that go to their ends together: lanes of streams share a GPU, which one few-shot training fills."""
-    if protocol == "fewshot" and device != "cpu":
-        return [[training] for training in trainings]
-    return [trainings]
+    """Trainings that go to their ends together: on a GPU, few-shot ones that can be lanes of one engine."""
+    if protocol != "fewshot" or device == "cpu":
+        return [trainings]
+    alike: dict[str, list[list[Training]]] = {}
+    for training in trainings:
+        shape = json.dumps(lane_settings(config_of(training.preset)), sort_keys=True)
+        own = alike.setdefault(shape, [[]])
+        if own[-1] and sum(len(other.seeds) for other in (*own[-1], training)) > FEWSHOT_LANES:
+            own.append([])
+        own[-1].append(training)
+    return [batch for own in alike.values() for batch in own]
 
 
 class _Work:
