@@ -194,6 +194,8 @@ def test_mistakes_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["table5", "--scale", "tiny"], "there is no scale 'tiny'"),
         (["table4", "--rows", "boil.shot1.cub"], "cub is needed for every row: `wheretolearn data get cub`"),
         (["--rows", "sgd"], "name a table or figure, such as table5"),
+        ([*SMALL, "--precision", "float8"], "must be one of float32, tf32, bfloat16, float16, not 'float8'"),
+        ([*SMALL, "--precision", "float16", "--device", "cpu"], "--precision float16 is for a GPU"),
         (["--rows", "nothing", "--list"], "no row of any table is called 'nothing'"),
         (["--rows", "sgd", "--markdown", "page.md"], "--markdown writes the page of all cells"),
         (["table5", "--markdown", "page.md"], "--markdown writes the page of all cells"),

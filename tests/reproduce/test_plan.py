@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from wheretolearn.config import to_dict
+from wheretolearn.engine.graphed import Precision
 from wheretolearn.errors import DataError, UserError
 from wheretolearn.presets import Scale, load_preset
 from wheretolearn.reproduce.cells import cells_named, default_seeds
@@ -34,8 +35,9 @@ def plan_of(
     seeds: int = 2,
     scale: Scale = "paper",
     again: bool = False,
+    precision: Precision | None = None,
 ) -> Plan:
-    return make_plan(cells_named(names, scale=scale), records, lambda _: seeds, scale, folder, again)
+    return make_plan(cells_named(names, scale=scale), records, lambda _: seeds, scale, folder, again, precision)
 
 
 def recorded(preset: str, metric: str, seeds: int = 2) -> ResultRecord:
@@ -212,6 +214,29 @@ def test_seeds_share_a_program_unless_cores_would_be_idle() -> None:
     assert parts_per_training(plan_of("table5.la-maml.many", "table5.er.many", records=records), 2, "cpu") == 1
     assert split([0, 1, 2, 3, 4], 2) == [[0, 1], [2, 3, 4]]
     assert split([0, 1], 4) == [[0], [1]]
+
+
+def test_methods_take_the_next_higher_precision_that_they_can_have() -> None:
+    rows = ("table6.c-maml.p98", "table6.bgd.p98", "table6.metabgd.p98", "table1.anil.shot5", "table5.sgd.many")
+    trainings = plan_of(*rows, precision="float16").trainings
+    found = {own.preset.name: getattr(own.config(0), "precision", None) for own in trainings}
+    assert found == dict(zip(rows, ("float16", "tf32", "tf32", "float16", None), strict=True))
+    assert {getattr(own.config(0), "precision", "float32") for own in plan_of(*rows).trainings} == {"float32"}
+
+
+def test_a_run_of_another_precision_is_not_gone_on_with(tmp_path: Path) -> None:
+    make_run(plan_of("table6.c-maml.p98", folder=tmp_path, seeds=1), 0)
+    check_runs(plan_of("table6.c-maml.p98", folder=tmp_path, seeds=1))
+    with pytest.raises(UserError, match=r"holds a run with other settings: precision=.?float32"):
+        check_runs(plan_of("table6.c-maml.p98", folder=tmp_path, seeds=1, precision="float16"))
+
+
+def test_times_on_a_gpu_are_those_of_the_same_precision() -> None:
+    slow = recorded("table6.c-maml.p98", "accuracy")
+    fast = replace(slow, config={**slow.config, "precision": "float16"}, wall_seconds=10.0)
+    for precision, seconds in (("float32", 100.0), ("float16", 10.0), ("tf32", None)):
+        plan = plan_of("table6.c-maml.p98", precision=precision)
+        assert estimate(plan, [slow, fast], 2, "cuda").seconds == seconds
 
 
 def test_on_a_gpu_streams_go_together() -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from wheretolearn.cli.common import Device, TensorBoard, Workers, chosen_device,
 from wheretolearn.cli.progress import announce_stop, latest_values, progress_bar
 from wheretolearn.data import glyphs
 from wheretolearn.data.load import load_set
+from wheretolearn.engine.graphed import Precision
 from wheretolearn.errors import ConfigError
 from wheretolearn.presets import Preset, Scale, scale_named
 from wheretolearn.reproduce.cells import Cell, Found, cells_named, default_seeds, load_records, look_up
@@ -44,6 +45,13 @@ def reproduce(
     ] = None,
     scale: Annotated[str, typer.Option(help="paper, or quick: small versions for a laptop.")] = "paper",
     device: Device = "auto",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="On a GPU: float32, tf32, bfloat16 or float16, ever faster; methods that cannot have it take the next "
+            "higher one. Records say so where it is not the preset's, the default."
+        ),
+    ] = None,
     workers: Workers = None,
     runs: Annotated[Path | None, typer.Option(help="Folder of the runs; default: runs/reproduce/SCALE.")] = None,
     record: Annotated[
@@ -85,11 +93,18 @@ def reproduce(
         raise ConfigError("name a table or figure, such as table5; `wheretolearn reproduce --list` shows them all")
     device = chosen_device(device)
     set_threads(1 if device == "cpu" else None)
+    chosen_precision = None if precision is None else _precision_named(precision, device)
     at_once = workers or environment.cores()
     place = runs or Path("runs/reproduce") / chosen_scale
     records = load_records(folder)
     plan = make_plan(
-        cells, records, lambda table: seeds or default_seeds(table, chosen_scale), chosen_scale, place, again
+        cells,
+        records,
+        lambda table: seeds or default_seeds(table, chosen_scale),
+        chosen_scale,
+        place,
+        again,
+        chosen_precision,
     )
     _print_plan(plan, records, at_once, device, place, folder)
     if plan.trainings:
@@ -108,6 +123,15 @@ def reproduce(
         typer.echo(f"done in {duration(time.monotonic() - started)}; records are in {folder}")
     else:
         _print_cells(plan.found)
+
+
+def _precision_named(name: str, device: str) -> Precision:
+    known: dict[str, Precision] = {one: one for one in get_args(Precision)}
+    if name not in known:
+        raise ConfigError(f"--precision must be one of {', '.join(known)}, not {name!r}")
+    if device == "cpu":
+        raise ConfigError(f"--precision {name} is for a GPU: leave it out on a CPU, which computes in float32")
+    return known[name]
 
 
 def _write_page(path: Path, folder: Path, scale: Scale, names: Sequence[str]) -> None:

@@ -3,15 +3,17 @@
 import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from wheretolearn.config import differences, from_dict
 from wheretolearn.data import glyphs, image_set
-from wheretolearn.errors import DataError, UserError
+from wheretolearn.engine.graphed import Precision
+from wheretolearn.errors import ConfigError, DataError, UserError
 from wheretolearn.presets import Preset, Scale, list_presets, load_preset
 from wheretolearn.reproduce.cells import Cell, Found, all_cells, look_up, training_of
 from wheretolearn.reproduce.protocols import PROTOCOLS, config_of
@@ -32,13 +34,14 @@ class Training:
     seeds: tuple[int, ...]
     folder: Path
     start: "Training | None" = None  # the training whose finished runs these begin with
+    precision: Precision | None = None  # on a GPU, where not the preset's
     to_record: list[Preset] = field(default_factory=list)
 
     def place(self, seed: int) -> Path:
         return self.folder / f"{self.preset.name}-seed{seed}"
 
     def config(self, seed: int) -> Any:
-        config = config_of(self.preset)
+        config = in_precision(config_of(self.preset), self.precision)
         if self.start is None:
             return config
         return replace(config, start_from=str(self.start.place(seed).resolve()))
@@ -58,6 +61,17 @@ class Training:
         if not (place / "run.json").exists():  # nothing, or what a kill left of its making
             return "missing"
         return "finished" if PROTOCOLS[self.preset.protocol].finished(RunFolder(place)) else "begun"
+
+
+def in_precision(config: Any, precision: Precision | None) -> Any:
+    """The config with this precision; of methods that cannot have it, with the next higher one that they can."""
+    if precision is None or not hasattr(config, "precision"):
+        return config
+    higher = get_args(Precision)
+    for one in higher[higher.index(precision) :: -1]:
+        with suppress(ConfigError):
+            return replace(config, precision=one)
+    return config
 
 
 @dataclass(eq=False)
@@ -80,6 +94,7 @@ def make_plan(
     scale: Scale,
     folder: Path,
     again: bool = False,
+    precision: Precision | None = None,
 ) -> Plan:
     """Everything that the cells need and that is not recorded; with ``again``, that too.
 
@@ -104,7 +119,7 @@ def make_plan(
         if first not in trainings:
             preset = load_preset(first, scale=scale)
             start = None if preset.after is None else training(preset.after, number)
-            trainings[first] = Training(preset, tuple(range(number)), folder, start)
+            trainings[first] = Training(preset, tuple(range(number)), folder, start, precision)
         return trainings[first]
 
     for preset in missing.values():
@@ -222,7 +237,14 @@ def _seconds_of_a_run(
     names = {
         record_name(name, scale) for name, first in _training_names(scale).items() if first == training.preset.name
     }
-    alike = [record for record in records if record.name in names and record.wall_seconds > 0]
+    precision = getattr(training.config(training.seeds[0]), "precision", None)
+    alike = [
+        record
+        for record in records
+        if record.name in names
+        and record.wall_seconds > 0
+        and (device == "cpu" or record.config.get("precision") == precision)
+    ]
     here = [record for record in alike if record.hardware == environment.hardware()]
     # What a GPU took says nothing about a CPU, where the same may take a hundred times as long.
     chosen = here or [record for record in alike if device != "cpu" or "; " not in record.hardware]

@@ -22,7 +22,7 @@ from wheretolearn.online.training import train_together as train_online
 from wheretolearn.presets import Preset
 from wheretolearn.reproduce.cells import all_cells
 from wheretolearn.reproduce.plan import Plan, Training, parts_per_training
-from wheretolearn.reproduce.protocols import PROTOCOLS, config_of
+from wheretolearn.reproduce.protocols import PROTOCOLS
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.records import result_records
 from wheretolearn.runs.results import ResultRecord, save
@@ -94,7 +94,7 @@ def batches(protocol: str, trainings: Sequence[Training], device: str) -> list[S
         return [trainings]
     alike: dict[str, list[list[Training]]] = {}
     for training in trainings:
-        shape = json.dumps(lane_settings(config_of(training.preset)), sort_keys=True)
+        shape = json.dumps(lane_settings(training.config(training.seeds[0])), sort_keys=True)
         own = alike.setdefault(shape, [[]])
         if own[-1] and sum(len(other.seeds) for other in (*own[-1], training)) > FEWSHOT_LANES:
             own.append([])
