@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from wheretolearn.config import to_dict
+from wheretolearn.engine import fused
 from wheretolearn.engine.graphed import Precision
 from wheretolearn.errors import DataError, UserError
 from wheretolearn.presets import Scale, load_preset
+from wheretolearn.reproduce import run
 from wheretolearn.reproduce.cells import cells_named, default_seeds
 from wheretolearn.reproduce.plan import (
     Plan,
@@ -21,7 +23,7 @@ from wheretolearn.reproduce.plan import (
     parts_per_training,
 )
 from wheretolearn.reproduce.protocols import config_of
-from wheretolearn.reproduce.run import FEWSHOT_LANES, batches, split
+from wheretolearn.reproduce.run import FEWSHOT_LANES, Watch, batches, split
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import ResultRecord
@@ -216,12 +218,21 @@ def test_seeds_share_a_program_unless_cores_would_be_idle() -> None:
     assert split([0, 1], 4) == [[0], [1]]
 
 
-def test_methods_take_the_next_higher_precision_that_they_can_have() -> None:
-    rows = ("table6.c-maml.p98", "table6.bgd.p98", "table6.metabgd.p98", "table1.anil.shot5", "table5.sgd.many")
-    trainings = plan_of(*rows, precision="float16").trainings
-    found = {own.preset.name: getattr(own.config(0), "precision", None) for own in trainings}
-    assert found == dict(zip(rows, ("float16", "tf32", "tf32", "float16", None), strict=True))
-    assert {getattr(own.config(0), "precision", "float32") for own in plan_of(*rows).trainings} == {"float32"}
+def test_methods_that_cannot_have_a_precision_take_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "find_spec", lambda _: object())  # as on a machine with Triton
+    wanted = {
+        "table1.sparse-maml.shot5": ("float16", "bfloat16"),
+        "table1.anil.shot5": ("tf32", "bfloat16"),  # second order
+        "table2.metaoptnet.shot5": ("tf32", "tf32"),
+        "table6.c-maml.p98": ("float16", "bfloat16"),
+        "table6.bgd.p98": ("tf32", "tf32"),
+        "table5.sgd.many": (None, None),
+    }
+    for place, precision in enumerate(("float16", "bfloat16")):
+        trainings = plan_of(*wanted, precision=precision).trainings
+        found = {own.preset.name: getattr(own.config(0), "precision", None) for own in trainings}
+        assert found == {name: pair[place] for name, pair in wanted.items()}
+    assert {getattr(own.config(0), "precision", "float32") for own in plan_of(*wanted).trainings} == {"float32"}
 
 
 def test_a_run_of_another_precision_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -260,3 +271,13 @@ def test_on_a_gpu_few_shot_trainings_go_together_where_they_can_be_lanes() -> No
     # Seeds are lanes too: a training is never torn apart, and fills what it can.
     several = plan_of(names[0], "table1.sparse-relu-maml.shot5", seeds=3).trainings
     assert batches("fewshot", several, "cuda") == [[own] for own in several]
+
+
+def test_a_machine_without_matplotlib_keeps_no_curves_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    watch = Watch(*(lambda *_: None,) * 3, notes.append, lambda: None)
+    monkeypatch.setattr(run, "find_spec", lambda _: None)
+    run._Work(plan_of("table5.sgd.many"), tmp_path, "cuda", 1, watch, False)._keep_curves([])
+    assert notes == ["no curves are kept, as matplotlib is missing: `report --keep-curves` does it elsewhere"]

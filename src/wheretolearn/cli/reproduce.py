@@ -48,8 +48,8 @@ def reproduce(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="On a GPU: float32, tf32, bfloat16 or float16, ever faster; methods that cannot have it take the next "
-            "higher one. Records say so where it is not the preset's, the default."
+            help="On a GPU: float32, tf32, bfloat16 or float16, ever faster; methods that cannot have it take tf32. "
+            "Records say so where it is not the preset's, the default."
         ),
     ] = None,
     workers: Workers = None,

@@ -101,8 +101,7 @@ def choose(
 ) -> EngineName:
     """The fastest engine for a training, or the one asked for if it can run it."""
     on_gpu = next(model.parameters()).device.type == "cuda"
-    reasons: dict[EngineName, str | None] = {"graphed": compiled.unsupported(model, mask, inner)}
-    reasons["fused"] = reasons["graphed"] or fused.unsupported(model, inner)
+    reasons = _reasons_against(model, mask, inner)
     if "graphed" not in CAN_RUN[precision]:
         reasons["graphed"] = f"precision={precision}"
     if kind == "graphed" or kind == "fused":
@@ -121,6 +120,18 @@ def choose(
         reason = "" if reasons[slowest] is None else f", which does not support {reasons[slowest]}"
         raise ConfigError(f"precision={precision} needs the {slowest} engine on a GPU{reason}: use precision=float32")
     return "eager"
+
+
+def runs_in(precision: Precision, model: nn.Module, mask: GradientMask, inner: InnerLoop) -> bool:
+    """Whether a GPU has an engine for such a training in this precision."""
+    reasons = _reasons_against(model, mask, inner)
+    return any(reasons[name] is None for name in CAN_RUN[precision])
+
+
+def _reasons_against(model: nn.Module, mask: GradientMask, inner: InnerLoop) -> dict[EngineName, str | None]:
+    """What of a training each engine does not support."""
+    graphed = compiled.unsupported(model, mask, inner)
+    return {"eager": None, "graphed": graphed, "fused": graphed or fused.unsupported(model, inner)}
 
 
 def make_arithmetic(

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from wheretolearn.config import differences, from_dict
 from wheretolearn.data import glyphs, image_set
+from wheretolearn.engine.choose import runs_in
 from wheretolearn.engine.graphed import Precision
 from wheretolearn.errors import ConfigError, DataError, UserError
+from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.presets import Preset, Scale, list_presets, load_preset
 from wheretolearn.reproduce.cells import Cell, Found, all_cells, look_up, training_of
 from wheretolearn.reproduce.protocols import PROTOCOLS, config_of
@@ -64,14 +66,19 @@ class Training:
 
 
 def in_precision(config: Any, precision: Precision | None) -> Any:
-    """The config with this precision; of methods that cannot have it, with the next higher one that they can."""
+    """The config with this precision, or with tf32 where its method cannot have it."""
     if precision is None or not hasattr(config, "precision"):
         return config
-    higher = get_args(Precision)
-    for one in higher[higher.index(precision) :: -1]:
-        with suppress(ConfigError):
-            return replace(config, precision=one)
-    return config
+    with suppress(ConfigError):
+        changed = replace(config, precision=precision)
+        if not isinstance(changed, FewShotConfig) or _runs_in(precision, changed):
+            return changed
+    return replace(config, precision="tf32")
+
+
+def _runs_in(precision: Precision, config: FewShotConfig) -> bool:
+    model = config.build_model(image_size=84, channels=3, seed=0)  # what matters is alike for all image sets
+    return runs_in(precision, model, config.build_mask(model, seed=0), config.inner)
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -221,15 +222,21 @@ class _Work:
         with ExitStack() as folders:
             runs = [folders.enter_context(RunFolder.open(training.place(seed))) for seed in training.seeds]
             if self.plan.scale == "paper":  # before the records, which tell that all is done
-                from wheretolearn.report.curves import save_curves  # here, as it loads matplotlib
-
-                save_curves(runs, self.results)
+                self._keep_curves(runs)
             for preset in training.to_record:
                 measures = [cell.measure for cell in all_cells(self.plan.scale) if cell.preset.name == preset.name]
                 records = [own for own in self._measure(training, preset, runs, measures) if own.metric in measures]
                 for own in records:
                     save(own, self.results / preset.protocol)
                 self.watch.recorded(training, preset, records)
+
+    def _keep_curves(self, runs: Sequence[RunFolder]) -> None:
+        if find_spec("matplotlib") is None:  # a machine that only trains can do without
+            self.watch.note("no curves are kept, as matplotlib is missing: `report --keep-curves` does it elsewhere")
+            return
+        from wheretolearn.report.curves import save_curves  # here, as it loads matplotlib
+
+        save_curves(runs, self.results)
 
     def _measure(
         self, training: Training, preset: Preset, runs: Sequence[RunFolder], measures: Sequence[str]
