@@ -183,6 +183,22 @@ def test_a_set_that_stepped_aside_for_a_writer_that_died_is_found_again(tmp_path
     assert load("made", tmp_path).splits["train"].classes == make_split(1).classes
 
 
+def test_a_reader_between_a_writers_two_renames_does_not_undo_them(tmp_path, monkeypatch):
+    write("made", {"train": make_split(1)}, {}, tmp_path)
+    plain_rename, read = Path.rename, []
+
+    def rename(path, target):
+        if ".tmp-" in path.name and not read:
+            read.append(image_set.exists("made", tmp_path))  # finds no set, and the old one aside
+        return plain_rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    write("made", {"train": make_split(2)}, {}, tmp_path)
+    assert read == [True]
+    assert visible_and_hidden(tmp_path) == ["made"]
+    np.testing.assert_array_equal(load("made", tmp_path).splits["train"].images, make_split(2).images)
+
+
 @pytest.mark.parametrize("label", ["other", "unpack"])
 def test_the_next_write_of_any_set_removes_what_a_killed_process_left(tmp_path, label):
     script = (

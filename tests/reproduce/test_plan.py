@@ -1,6 +1,7 @@
 """What has to be run: shared trainings, recorded ones left out, folders and image sets checked before a start."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 from wheretolearn.config import to_dict
 from wheretolearn.engine import fused
 from wheretolearn.engine.graphed import Precision
-from wheretolearn.errors import DataError, UserError
+from wheretolearn.errors import DataError, Stopped, UserError
 from wheretolearn.presets import Scale, load_preset
 from wheretolearn.reproduce import run
 from wheretolearn.reproduce.cells import cells_named, default_seeds
 from wheretolearn.reproduce.plan import (
     Plan,
+    Training,
     check_data,
     check_records,
     check_runs,
@@ -281,3 +283,22 @@ def test_a_machine_without_matplotlib_keeps_no_curves_and_says_so(
     monkeypatch.setattr(run, "find_spec", lambda _: None)
     run._Work(plan_of("table5.sgd.many"), tmp_path, "cuda", 1, watch, False)._keep_curves([])
     assert notes == ["no curves are kept, as matplotlib is missing: `report --keep-curves` does it elsewhere"]
+
+
+def test_a_signal_that_finds_every_run_at_its_end_keeps_the_next_batch_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+
+    def train(work: run._Work, trainings: Sequence[Training]) -> None:
+        trained.extend(own.preset.name for own in trainings)
+        work.stop()
+
+    told: list[str] = []
+    watch = Watch(*(lambda *_: None,) * 4, lambda: told.append("stop"))
+    monkeypatch.setattr(run._Work, "train", train)
+    plan = plan_of("table1.sparse-maml.shot5", "table1.sparse-maml.shot1", folder=tmp_path)
+    with pytest.raises(Stopped, match="the same command goes on"):
+        run.carry_out(plan, tmp_path / "results", "cuda", 1, watch)
+    assert trained == ["table1.sparse-maml.shot5"]
+    assert told == ["stop"]

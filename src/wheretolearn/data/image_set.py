@@ -364,14 +364,20 @@ def _aside(target: Path) -> Path:
 def _swap_in(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``; an old folder steps aside, as it cannot be renamed over."""
     aside = _aside(target)
-    if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        target.rename(aside)
-    try:
-        temporary.rename(target)
-    except OSError:
-        _restore(target)
-        raise
+    for tries_left in reversed(range(10)):
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
+        try:
+            temporary.rename(target)
+        except OSError:
+            if (
+                tries_left and target.exists()
+            ):  # a reader took this for a writer that died, and brought the old one back
+                continue
+            _restore(target)
+            raise
+        break
     shutil.rmtree(aside, ignore_errors=True)
 
 

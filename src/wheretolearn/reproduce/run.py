@@ -79,6 +79,8 @@ def _carry_out(plan: Plan, work: "_Work") -> None:
             chosen = [own for own in plan.trainings if own.preset.protocol == name and (own.start is not None) == stage]
             for batch in batches(name, chosen, work.device):
                 try:
+                    if work.stopping:  # a signal that found every run at its end
+                        raise Stopped
                     work.train(batch)
                 except Stopped:
                     raise Stopped("stopped and saved; the same command goes on") from None
@@ -108,8 +110,13 @@ class _Work:
         self.plan, self.results, self.device, self.watch = plan, results, device, watch
         self.workers, self.tensorboard = workers, tensorboard
         self.errors: list[UserError] = []
+        self.stopping = False
         self._recorded: set[Training] = set()
         self._looked = 0.0
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.watch.stop()
 
     def train(self, trainings: Sequence[Training]) -> None:
         """Take runs of one protocol to their ends."""
@@ -131,7 +138,7 @@ class _Work:
                 self._train_in_workers(name, trainings, runs, step)
             elif name == "continual":
                 train_continual(
-                    list(runs.values()), step, device=self.device, notify=self.watch.note, on_stop=self.watch.stop
+                    list(runs.values()), step, device=self.device, notify=self.watch.note, on_stop=self.stop
                 )
             elif name == "online":
                 train_online(
@@ -139,10 +146,10 @@ class _Work:
                     step,
                     device=self.device,
                     notify=self.watch.note,
-                    on_stop=self.watch.stop,
+                    on_stop=self.stop,
                 )
             else:
-                train_fewshot(list(runs.values()), step, self.device, self.watch.stop, self.watch.note)
+                train_fewshot(list(runs.values()), step, self.device, self.stop, self.watch.note)
 
     def _train_in_workers(
         self,
@@ -171,7 +178,7 @@ class _Work:
             at_once=at_once,
             threads=1,
             notify=self.watch.note,
-            on_stop=self.watch.stop,
+            on_stop=self.stop,
         )
 
     def _open(self, training: Training, seed: int) -> RunFolder:
