@@ -529,6 +529,23 @@ def test_a_run_that_cannot_be_opened_does_not_keep_others_from_training(new_run)
     assert training.finished(good)
 
 
+def test_runs_that_no_engine_can_run_do_not_keep_others_from_training(new_run, monkeypatch):
+    make_engine = training.make_engine
+
+    def full(lanes, **settings):
+        if lanes[0].inner.steps == 1:
+            raise ConfigError("precision=float16 needs a fast engine: out of memory")
+        return make_engine(lanes, **settings)
+
+    monkeypatch.setattr(training, "make_engine", full)
+    good, *bad = new_run("good"), new_run("bad0", inner_steps=1), new_run("bad1", seed=1, inner_steps=1)
+    with pytest.raises(ConfigError, match=r"2 of 3 runs failed:\n.*bad0, .*bad1: .*out of memory"):
+        train_together([*bad, good])
+    assert training.finished(good)
+    with pytest.raises(ConfigError, match=r"^precision=float16 needs a fast engine: out of memory$"):
+        train(bad[0])
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_state_written_on_a_gpu_goes_on_here(small, mixed):
     """There Adam is told to keep its step count on the GPU; that must not come along."""

@@ -4,12 +4,13 @@ import base64
 import csv
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from wheretolearn.cli.common import find_runs
 from wheretolearn.cli.report import report
 from wheretolearn.errors import UserError
 from wheretolearn.report import fewshot
@@ -142,15 +143,32 @@ def test_a_finished_run_whose_metrics_are_gone_is_shown_by_its_result(runs_folde
     assert [section.heading for section in sections] == ["Continual: 3 rotations of stripes", "The runs"]
 
 
-def test_runs_are_found_at_any_depth_of_a_folder(runs_folder: Path, tmp_path: Path) -> None:
-    deep = tmp_path / "runs" / "reproduce" / "quick"
+def test_runs_are_found_at_the_least_depth_that_has_any(
+    runs_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = tmp_path / "runs"
+    deep = top / "reproduce" / "quick"
     shutil.copytree(runs_folder / "continual-sgd-seed0", deep / "sgd")
-    shutil.copytree(runs_folder / "fewshot-fixed-seed0", tmp_path / "runs" / "mine")
-    shutil.copytree(runs_folder / "fewshot-fixed-seed0", tmp_path / "runs" / ".trash" / "old")
-    (deep / "again").symlink_to(tmp_path / "runs")  # in a circle
-    report([tmp_path / "runs"], None, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert "Report on 2 runs" in page
+    shutil.copytree(runs_folder / "fewshot-fixed-seed0", top / "tried" / "once" / "fixed")
+    shutil.copytree(runs_folder / "fewshot-fixed-seed0", top / "tried" / "once" / "fixed" / "copy")
+    shutil.copytree(runs_folder / "fewshot-fixed-seed0", top / ".trash" / "fixed")
+    (top / "again").symlink_to(top)  # in a circle
+    (top / "closed").mkdir()
+    plain = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path.name == "closed":
+            raise PermissionError
+        return plain(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+
+    def found() -> list[str]:
+        return [str(run.path.relative_to(top)) for run in find_runs([top], lambda _, runs: runs)]
+
+    assert found() == ["reproduce/quick/sgd", "tried/once/fixed"]
+    shutil.copytree(runs_folder / "fewshot-fixed-seed0", top / "mine")
+    assert found() == ["mine"]  # as before there were deeper ones
 
 
 def test_mistakes_are_told(runs_folder: Path, tmp_path: Path) -> None:

@@ -15,8 +15,11 @@ from wheretolearn.presets import Scale, load_preset
 from wheretolearn.reproduce import run
 from wheretolearn.reproduce.cells import cells_named, default_seeds
 from wheretolearn.reproduce.plan import (
+    FEWSHOT_LANES,
     Plan,
     Training,
+    _can_have,
+    batches,
     check_data,
     check_records,
     check_runs,
@@ -25,7 +28,7 @@ from wheretolearn.reproduce.plan import (
     parts_per_training,
 )
 from wheretolearn.reproduce.protocols import config_of
-from wheretolearn.reproduce.run import FEWSHOT_LANES, Watch, batches, split
+from wheretolearn.reproduce.run import Watch, split
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import ResultRecord
@@ -221,6 +224,7 @@ def test_seeds_share_a_program_unless_cores_would_be_idle() -> None:
 
 
 def test_methods_that_cannot_have_a_precision_take_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    _can_have.cache_clear()
     monkeypatch.setattr(fused, "find_spec", lambda _: object())  # as on a machine with Triton
     wanted = {
         "table1.sparse-maml.shot5": ("float16", "bfloat16"),
@@ -237,19 +241,41 @@ def test_methods_that_cannot_have_a_precision_take_tf32(monkeypatch: pytest.Monk
     assert {getattr(own.config(0), "precision", "float32") for own in plan_of(*wanted).trainings} == {"float32"}
 
 
+def test_without_triton_there_is_no_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    _can_have.cache_clear()
+    monkeypatch.setattr(fused, "find_spec", lambda _: None)
+    names = ("table1.sparse-maml.shot5", "table6.c-maml.p98")
+    for precision, had in (("float16", "tf32"), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        assert {own.config(0).precision for own in plan_of(*names, precision=precision).trainings} == {had}
+    _can_have.cache_clear()
+
+
 def test_a_run_of_another_precision_is_not_gone_on_with(tmp_path: Path) -> None:
-    make_run(plan_of("table6.c-maml.p98", folder=tmp_path, seeds=1), 0)
-    check_runs(plan_of("table6.c-maml.p98", folder=tmp_path, seeds=1))
-    with pytest.raises(UserError, match=r"holds a run with other settings: precision=.?float32"):
-        check_runs(plan_of("table6.c-maml.p98", folder=tmp_path, seeds=1, precision="float16"))
+    name = "table6.c-maml.p98"
+    run = make_run(plan_of(name, folder=tmp_path, seeds=1, precision="float16"), 0)
+    check_runs(plan_of(name, folder=tmp_path, seeds=1, precision="float16"))
+    with pytest.raises(UserError, match=r"holds a run in float16: go on with it on a GPU, with `--precision float16`"):
+        check_runs(plan_of(name, folder=tmp_path, seeds=1))
+    (run.path / "result.json").write_text("{}")  # finished: it can be measured anywhere
+    check_runs(plan_of(name, folder=tmp_path, seeds=1))
 
 
-def test_times_on_a_gpu_are_those_of_the_same_precision() -> None:
+def test_times_on_a_gpu_are_those_of_the_same_precision_where_there_are_any() -> None:
     slow = recorded("table6.c-maml.p98", "accuracy")
     fast = replace(slow, config={**slow.config, "precision": "float16"}, wall_seconds=10.0)
-    for precision, seconds in (("float32", 100.0), ("float16", 10.0), ("tf32", None)):
-        plan = plan_of("table6.c-maml.p98", precision=precision)
-        assert estimate(plan, [slow, fast], 2, "cuda").seconds == seconds
+    for precision, seconds in (("float32", 100.0), ("float16", 10.0)):
+        assert estimate(plan_of("table6.c-maml.p98", precision=precision), [slow, fast], 2, "cuda").seconds == seconds
+    other = estimate(plan_of("table6.c-maml.p98"), [fast], 2, "cuda")
+    assert (other.seconds, other.basis) == (10.0, "runs recorded on an abacus in float16")
+
+
+def test_trainings_that_share_a_gpu_take_as_long_as_the_longest() -> None:
+    names = [f"table1.{method}.shot5" for method in ("sparse-maml", "sparse-relu-maml", "exp-maml")]
+    records = [replace(recorded(name, "accuracy"), wall_seconds=100.0 * n) for n, name in enumerate(names, start=1)]
+    plan = plan_of(*names, records=(), seeds=1)
+    assert estimate(plan, records, 2, "cuda").seconds == 300.0
+    assert estimate(plan, records, 2, "cpu").seconds == 300.0  # two at a time
+    assert estimate(plan_of(*names, seeds=6), records, 2, "cuda").seconds == 600.0
 
 
 def test_on_a_gpu_streams_go_together() -> None:
@@ -271,8 +297,9 @@ def test_on_a_gpu_few_shot_trainings_go_together_where_they_can_be_lanes() -> No
     assert {own.preset.name for own in together} >= {names[0], "table1.sparse-relu-maml.shot5"}
     assert batches("fewshot", trainings, "cpu") == [trainings]
     # Seeds are lanes too: a training is never torn apart, and fills what it can.
-    several = plan_of(names[0], "table1.sparse-relu-maml.shot5", seeds=3).trainings
-    assert batches("fewshot", several, "cuda") == [[own] for own in several]
+    for seeds, sizes in ((3, [2, 1]), (5, [1, 1, 1]), (9, [1, 1, 1])):
+        several = plan_of(names[0], "table1.sparse-relu-maml.shot5", "table1.exp-maml.shot5", seeds=seeds).trainings
+        assert [len(batch) for batch in batches("fewshot", several, "cuda")] == sizes
 
 
 def test_a_machine_without_matplotlib_keeps_no_curves_and_says_so(
@@ -285,20 +312,41 @@ def test_a_machine_without_matplotlib_keeps_no_curves_and_says_so(
     assert notes == ["no curves are kept, as matplotlib is missing: `report --keep-curves` does it elsewhere"]
 
 
-def test_a_signal_that_finds_every_run_at_its_end_keeps_the_next_batch_from_starting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("others", [(), ("table1.sparse-maml.shot1",)])
+def test_a_signal_that_finds_every_run_at_its_end_stops_before_more_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
 ) -> None:
     trained: list[str] = []
 
     def train(work: run._Work, trainings: Sequence[Training]) -> None:
         trained.extend(own.preset.name for own in trainings)
+        for own in trainings:
+            for seed in own.seeds:
+                place = make_run(Plan("paper", [], [own], 1), seed).path
+                (place / "model.safetensors").touch()
         work.stop()
 
     told: list[str] = []
     watch = Watch(*(lambda *_: None,) * 4, lambda: told.append("stop"))
     monkeypatch.setattr(run._Work, "train", train)
-    plan = plan_of("table1.sparse-maml.shot5", "table1.sparse-maml.shot1", folder=tmp_path)
-    with pytest.raises(Stopped, match="the same command goes on"):
+    plan = plan_of("table1.sparse-maml.shot5", *others, folder=tmp_path)
+    with pytest.raises(Stopped, match="the same command goes on"):  # testing comes next, or the other
         run.carry_out(plan, tmp_path / "results", "cuda", 1, watch)
     assert trained == ["table1.sparse-maml.shot5"]
     assert told == ["stop"]
+
+
+def test_a_signal_that_finds_everything_done_stops_nothing_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(work: run._Work, trainings: Sequence[Training]) -> None:
+        for own in trainings:
+            (make_run(Plan("paper", [], [own], 1), 0).path / "result.json").write_text("{}")
+        work.stop()
+
+    watch = Watch(*(lambda *_: None,) * 4, lambda: None)
+    monkeypatch.setattr(run._Work, "train", train)
+    plan = plan_of("table5.sgd.rotations", folder=tmp_path, seeds=1)
+    with pytest.raises(UserError, match=r"result\.json is damaged") as caught:  # as it holds no accuracies
+        run.carry_out(plan, tmp_path / "results", "cpu", 1, watch)
+    assert not isinstance(caught.value, Stopped)

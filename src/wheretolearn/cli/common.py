@@ -1,9 +1,9 @@
 """What the commands of all protocols share: options, devices, and the folders of runs."""
 
+import os
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -163,14 +163,23 @@ def find_runs(paths: Sequence[Path], keep: Callable[[Path, list[RunFolder]], lis
     return list(found.values())
 
 
-def _run_folders(path: Path) -> Iterator[Path]:
-    """The run folders at any depth of a folder, as far as it can be read; runs hold no others."""
-    with suppress(PermissionError):
-        for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
-            if (folder / "run.json").exists():
-                yield folder
-            elif not folder.is_symlink() and not folder.name.startswith("."):
-                yield from _run_folders(folder)
+def _run_folders(path: Path) -> list[Path]:
+    """The run folders in a folder; where it has none, those of the least depth at which there are any."""
+    level = [path]
+    while level:
+        inside = [entry for folder in level for entry in _folders(folder)]
+        if found := [folder for folder in inside if os.access(folder / "run.json", os.F_OK)]:
+            return sorted(found)
+        level = [folder for folder in inside if not folder.is_symlink() and not folder.name.startswith(".")]
+    return []
+
+
+def _folders(path: Path) -> list[Path]:
+    """Those in a folder; of one that must not be read, none."""
+    try:
+        return [entry for entry in path.iterdir() if entry.is_dir()]
+    except PermissionError:
+        return []
 
 
 def runs_in(paths: Sequence[Path], wanted: Literal["finished", "unfinished"]) -> list[RunFolder]:

@@ -17,7 +17,7 @@ RECORDS = Path("results")
 def report(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="Folder of a run, or one with runs at any depth, of any protocol."),
+        typer.Argument(metavar="[RUN]...", help="Folder of a run, or a folder of runs, of any protocol."),
     ] = None,
     records: Annotated[
         Path | None,

@@ -1,6 +1,7 @@
 """``wheretolearn reproduce``: run the paper's tables and figures, and see how the numbers compare."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,8 +49,8 @@ def reproduce(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="On a GPU: float32, tf32, bfloat16 or float16, ever faster; methods that cannot have it take tf32. "
-            "Records say so where it is not the preset's, the default."
+            help="On a GPU: float32, tf32, bfloat16 or float16, the fastest; methods that cannot have it take tf32. "
+            "Default: the preset's; records tell any other."
         ),
     ] = None,
     workers: Workers = None,
@@ -158,10 +159,18 @@ def _print_plan(
         f"{plan.count('finished')} finished, in {place}",
         err=True,
     )
+    if told := _precisions(plan):
+        typer.echo(f"precision: {told}", err=True)
     found = estimate(plan, records, workers, device)
     where = f"{workers} processes" if device == "cpu" else device
     long = "unknown" if found.seconds is None else f"about {duration(found.seconds)} with {where}"
     typer.echo(f"time: {long} ({found.basis})", err=True)
+
+
+def _precisions(plan: Plan) -> str:
+    """In how many trainings another precision than the presets' was asked for, and had."""
+    had = Counter(own.config(own.seeds[0]).precision for own in plan.trainings if own.chooses_precision)
+    return ", ".join(f"{precision} for {count} trainings" for precision, count in had.items())
 
 
 def _print_cells(found: Sequence[Found]) -> None:

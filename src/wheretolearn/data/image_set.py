@@ -371,9 +371,8 @@ def _swap_in(temporary: Path, target: Path) -> None:
         try:
             temporary.rename(target)
         except OSError:
-            if (
-                tries_left and target.exists()
-            ):  # a reader took this for a writer that died, and brought the old one back
+            # A reader may have taken this for a writer that died, and brought the old one back.
+            if tries_left and target.exists():
                 continue
             _restore(target)
             raise

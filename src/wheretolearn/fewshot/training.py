@@ -193,7 +193,13 @@ class _Sitting:
                     member.finish()
                 else:
                     by_shape.setdefault(member.shape, []).append(member)
-        self.groups = [_Group(members, self.notify) for members in by_shape.values()]
+        for members in by_shape.values():
+            try:
+                self.groups.append(_Group(members, self.notify))
+            except UserError as error:
+                for member in members:
+                    with self._failing(member.run):
+                        raise error
 
     def advance(self, group: _Group) -> None:
         """One outer step of every run of a group, and whatever is then due."""

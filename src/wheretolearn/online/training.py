@@ -338,9 +338,13 @@ class _Member:
         return {"sparsity": overall, "sparsity_by_tensor": shares}
 
 
+def inner_loop_of(config: OnlineConfig) -> InnerLoop:
+    return InnerLoop(config.inner_steps, config.inner_lr, order=config.inner_order)
+
+
 def arithmetic_of(config: OnlineConfig, model: nn.Module) -> Arithmetic | None:
     """How a learner's inner loop runs on a GPU, if an engine of few-shot learning can run it."""
-    inner = InnerLoop(config.inner_steps, config.inner_lr, order=config.inner_order)
+    inner = inner_loop_of(config)
     name = choose(model, masks.fixed(model), inner, "auto", config.precision)
     on_gpu = next(model.parameters()).device.type in LANES_ON
     return make_arithmetic(name, model, inner, config.precision) if on_gpu and config.plain_inner_loop else None

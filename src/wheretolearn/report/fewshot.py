@@ -87,9 +87,7 @@ def draw(groups: Sequence[Group[FewShotRun]]) -> list[Drawing]:
         drawings.append(loss_over_training(groups))
     if any(run.accuracy for group in groups for run in group.runs):
         drawings.append(validation_over_training(groups))
-    masked = [
-        group for group in groups if group.first.config.mask != "fixed" and any(run.sparsity for run in group.runs)
-    ]
+    masked = [group for group in groups if any(run.learns_mask for run in group.runs)]
     if len(masked) > 1:
         drawings.append(sparsity_over_training(masked))
     return drawings + [layers_over_training(group) for group in masked]

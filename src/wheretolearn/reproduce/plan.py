@@ -1,5 +1,6 @@
 """What has to be run for cells of the paper: which trainings, with which seeds, and how far they are."""
 
+import json
 import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,12 +11,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from wheretolearn import masks
 from wheretolearn.config import differences, from_dict
 from wheretolearn.data import glyphs, image_set
-from wheretolearn.engine.choose import runs_in
+from wheretolearn.engine.choose import CAN_RUN, runs_in
 from wheretolearn.engine.graphed import Precision
 from wheretolearn.errors import ConfigError, DataError, UserError
 from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.training import lane_settings
+from wheretolearn.online.config import OnlineConfig
+from wheretolearn.online.training import inner_loop_of
 from wheretolearn.presets import Preset, Scale, list_presets, load_preset
 from wheretolearn.reproduce.cells import Cell, Found, all_cells, look_up, training_of
 from wheretolearn.reproduce.protocols import PROTOCOLS, config_of
@@ -26,6 +31,7 @@ from wheretolearn.runs.results import ResultRecord, check_savable
 from wheretolearn.version import __version__
 
 State = Literal["missing", "begun", "finished"]
+FEWSHOT_LANES = 6  # runs of several trainings that share a GPU at the most: more would hardly be faster
 
 
 @dataclass(eq=False)
@@ -49,6 +55,11 @@ class Training:
         return replace(config, start_from=str(self.start.place(seed).resolve()))
 
     @property
+    def chooses_precision(self) -> bool:
+        """Whether one was asked for, and its method has any."""
+        return self.precision is not None and hasattr(config_of(self.preset), "precision")
+
+    @property
     def image_sets(self) -> list[str]:
         return PROTOCOLS[self.preset.protocol].image_sets(config_of(self.preset))
 
@@ -69,16 +80,22 @@ def in_precision(config: Any, precision: Precision | None) -> Any:
     """The config with this precision, or with tf32 where its method cannot have it."""
     if precision is None or not hasattr(config, "precision"):
         return config
+    return replace(config, precision=precision if _can_have(precision, config) else "tf32")
+
+
+@cache
+def _can_have(precision: Precision, config: FewShotConfig | OnlineConfig) -> bool:
+    if "eager" in CAN_RUN[precision]:
+        return True
     with suppress(ConfigError):
-        changed = replace(config, precision=precision)
-        if not isinstance(changed, FewShotConfig) or _runs_in(precision, changed):
-            return changed
-    return replace(config, precision="tf32")
-
-
-def _runs_in(precision: Precision, config: FewShotConfig) -> bool:
-    model = config.build_model(image_size=84, channels=3, seed=0)  # what matters is alike for all image sets
-    return runs_in(precision, model, config.build_mask(model, seed=0), config.inner)
+        config = replace(config, precision=precision)
+        # Of images, engines ask only what is alike for all sets.
+        if isinstance(config, FewShotConfig):
+            model = config.build_model(image_size=84, channels=3, seed=0)
+            return runs_in(precision, model, config.build_mask(model, seed=0), config.inner)
+        model = config.build_model((28, 28, 1), seed=0)
+        return runs_in(precision, model, masks.fixed(model), inner_loop_of(config))
+    return False
 
 
 @dataclass(eq=False)
@@ -147,8 +164,15 @@ def check_runs(plan: Plan) -> None:
             run = RunFolder.open(training.place(seed))
             found = from_dict(protocol.settings, run.config, where=str(run.path))
             changed = differences(training.config(seed), found)
-            other = [text for name, text in changed.items() if name not in protocol.incidental - {"precision"}]
+            other = [text for name, text in changed.items() if name not in protocol.incidental]
             version = run.info.get("versions", {}).get("wheretolearn")
+            if "precision" in changed and not other and version == __version__:
+                if training.finished:  # measuring asks for none; that seeds have the same is seen to there
+                    continue
+                raise UserError(
+                    f"{run.path} holds a run in {found.precision}: go on with it on a GPU, with "
+                    f"`--precision {found.precision}`, or choose another folder with --runs"
+                )
             if other or version != __version__:
                 why = f"with other settings: {', '.join(other)}" if other else f"of version {version}"
                 raise UserError(f"{run.path} holds a run {why}. Move it away, or choose another folder with --runs")
@@ -205,29 +229,42 @@ def estimate(plan: Plan, records: Sequence[ResultRecord], workers: int, device: 
     """From records of the same trainings, on hardware like this where there are any, else from reference times."""
     parts = parts_per_training(plan, workers, device)
     times: list[float] = []
-    together = 0.0  # of streams that share a GPU from their beginnings to their ends
     bases: dict[str, None] = {}
     unknown = 0
-    for training in plan.trainings:
-        left = [seed for seed, state in training.states().items() if state != "finished"]
-        if not left:
-            continue
-        known = _seconds_of_a_run(training, plan.scale, records, device)
-        if known is None:
-            unknown += len(left)
-            continue
-        seconds, basis = known
-        bases[basis] = None
-        if training.preset.protocol == "online" and device != "cpu":
-            together = max(together, seconds)
-            continue
-        lanes = PROTOCOLS[training.preset.protocol].lanes or device != "cpu"
-        times += [seconds] * (min(parts, len(left)) if lanes else len(left))
-    times += [together] if together else []
+    for name, protocol in PROTOCOLS.items():
+        for batch in batches(name, [own for own in plan.trainings if own.preset.protocol == name], device):
+            longest = 0.0
+            for training in batch:
+                left = [seed for seed, state in training.states().items() if state != "finished"]
+                known = _seconds_of_a_run(training, plan.scale, records, device) if left else None
+                if known is None:
+                    unknown += len(left)
+                    continue
+                seconds, basis = known
+                bases[basis] = None
+                longest = max(longest, seconds)
+                if device == "cpu" or name == "continual":
+                    times += [seconds] * (min(parts, len(left)) if protocol.lanes else len(left))
+            if device != "cpu" and name != "continual" and longest:  # they share the GPU from beginning to end
+                times.append(longest)
     if not times:
         return Estimate(None, "nothing like it is recorded") if unknown else Estimate(0.0, "all runs are finished")
     total = max(max(times), sum(times) / (workers if device == "cpu" else 1))
     return Estimate(total, "; ".join(bases) + (f"; not counting {unknown} runs of unknown length" if unknown else ""))
+
+
+def batches(protocol: str, trainings: Sequence[Training], device: str) -> list[Sequence[Training]]:
+    """Trainings that go to their ends together: on a GPU, few-shot ones that can be lanes of one engine."""
+    if protocol != "fewshot" or device == "cpu":
+        return [trainings]
+    alike: dict[str, list[list[Training]]] = {}
+    for training in trainings:
+        shape = json.dumps(lane_settings(training.config(training.seeds[0])), sort_keys=True)
+        own = alike.setdefault(shape, [[]])
+        if own[-1] and sum(len(other.seeds) for other in (*own[-1], training)) > FEWSHOT_LANES:
+            own.append([])
+        own[-1].append(training)
+    return [batch for own in alike.values() for batch in own]
 
 
 def parts_per_training(plan: Plan, workers: int, device: str) -> int:
@@ -244,19 +281,17 @@ def _seconds_of_a_run(
     names = {
         record_name(name, scale) for name, first in _training_names(scale).items() if first == training.preset.name
     }
-    precision = getattr(training.config(training.seeds[0]), "precision", None)
-    alike = [
-        record
-        for record in records
-        if record.name in names
-        and record.wall_seconds > 0
-        and (device == "cpu" or record.config.get("precision") == precision)
-    ]
+    alike = [record for record in records if record.name in names and record.wall_seconds > 0]
     here = [record for record in alike if record.hardware == environment.hardware()]
     # What a GPU took says nothing about a CPU, where the same may take a hundred times as long.
     chosen = here or [record for record in alike if device != "cpu" or "; " not in record.hardware]
     if chosen:
         basis = "runs recorded on this hardware" if here else f"runs recorded on {chosen[0].hardware}"
+        wanted = getattr(training.config(training.seeds[0]), "precision", None)
+        if device != "cpu" and wanted is not None:
+            same = [record for record in chosen if record.config.get("precision") == wanted]
+            chosen = same or chosen
+            basis += "" if same else f" in {chosen[0].config.get('precision')}"
         return statistics.median(record.wall_seconds for record in chosen), basis
     return _reference(training.preset.name) if scale == "quick" else None
 

@@ -1,6 +1,5 @@
 """Carry out a plan: train what is missing, measure it, record it. Killed at any moment, the next try goes on."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,13 +15,12 @@ from wheretolearn.continual.training import train_together as train_continual
 from wheretolearn.errors import Stopped, UserError
 from wheretolearn.fewshot import records as fewshot_records
 from wheretolearn.fewshot.trained import Evaluation, evaluate_run
-from wheretolearn.fewshot.training import lane_settings
 from wheretolearn.fewshot.training import train_together as train_fewshot
 from wheretolearn.online.records import ONLINE
 from wheretolearn.online.training import train_together as train_online
 from wheretolearn.presets import Preset
 from wheretolearn.reproduce.cells import all_cells
-from wheretolearn.reproduce.plan import Plan, Training, parts_per_training
+from wheretolearn.reproduce.plan import Plan, Training, batches, parts_per_training
 from wheretolearn.reproduce.protocols import PROTOCOLS
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.records import result_records
@@ -31,7 +29,6 @@ from wheretolearn.runs.workers import train_in_workers
 
 SECONDS_TO_WAIT = 60  # for the workers of a killed process, which save and end by themselves
 AT_WORK = ".at-work"  # in the folder of runs: what processes are working on
-FEWSHOT_LANES = 4  # runs that share a GPU; it has little room for more, and all would end later
 TASKS = 300  # that a few-shot run is measured on, as in the paper
 
 
@@ -78,31 +75,19 @@ def _carry_out(plan: Plan, work: "_Work") -> None:
         for name in PROTOCOLS:
             chosen = [own for own in plan.trainings if own.preset.protocol == name and (own.start is not None) == stage]
             for batch in batches(name, chosen, work.device):
+                if all(own.finished for own in batch):
+                    continue
                 try:
-                    if work.stopping:  # a signal that found every run at its end
-                        raise Stopped
                     work.train(batch)
                 except Stopped:
-                    raise Stopped("stopped and saved; the same command goes on") from None
+                    work.stopping = True
                 except UserError as error:
                     work.errors.append(error)
+                if work.stopping and (name == "fewshot" or not all(own.finished for own in plan.trainings)):
+                    raise Stopped("\n".join(["stopped and saved; the same command goes on", *map(str, work.errors)]))
                 work.record_finished(batch)
     if work.errors:
         raise type(work.errors[0])("\n".join(map(str, work.errors)))
-
-
-def batches(protocol: str, trainings: Sequence[Training], device: str) -> list[Sequence[Training]]:
-    """Trainings that go to their ends together: on a GPU, few-shot ones that can be lanes of one engine."""
-    if protocol != "fewshot" or device == "cpu":
-        return [trainings]
-    alike: dict[str, list[list[Training]]] = {}
-    for training in trainings:
-        shape = json.dumps(lane_settings(training.config(training.seeds[0])), sort_keys=True)
-        own = alike.setdefault(shape, [[]])
-        if own[-1] and sum(len(other.seeds) for other in (*own[-1], training)) > FEWSHOT_LANES:
-            own.append([])
-        own[-1].append(training)
-    return [batch for own in alike.values() for batch in own]
 
 
 class _Work:
