@@ -232,8 +232,9 @@ def estimate(plan: Plan, records: Sequence[ResultRecord], workers: int, device: 
     bases: dict[str, None] = {}
     unknown = 0
     for name, protocol in PROTOCOLS.items():
+        at_once = device != "cpu" and name != "continual"  # a batch shares the GPU from beginning to end
         for batch in batches(name, [own for own in plan.trainings if own.preset.protocol == name], device):
-            longest = 0.0
+            own_times: list[float] = []
             for training in batch:
                 left = [seed for seed, state in training.states().items() if state != "finished"]
                 known = _seconds_of_a_run(training, plan.scale, records, device) if left else None
@@ -242,11 +243,8 @@ def estimate(plan: Plan, records: Sequence[ResultRecord], workers: int, device: 
                     continue
                 seconds, basis = known
                 bases[basis] = None
-                longest = max(longest, seconds)
-                if device == "cpu" or name == "continual":
-                    times += [seconds] * (min(parts, len(left)) if protocol.lanes else len(left))
-            if device != "cpu" and name != "continual" and longest:  # they share the GPU from beginning to end
-                times.append(longest)
+                own_times += [seconds] * (min(parts, len(left)) if protocol.lanes else len(left))
+            times += [max(own_times)] if own_times and at_once else own_times
     if not times:
         return Estimate(None, "nothing like it is recorded") if unknown else Estimate(0.0, "all runs are finished")
     total = max(max(times), sum(times) / (workers if device == "cpu" else 1))
