@@ -1,5 +1,6 @@
 """The fast engine against the readable one: same tasks, same updates."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -358,6 +359,15 @@ def test_bfloat16_stays_close_to_float32_and_keeps_state_in_float32():
     exact = trained(EagerEngine, "binary", "cuda", torch.float32, steps=1)
     assert losses[0] == pytest.approx(exact[3], abs=0.05)
     assert {p.dtype for p in [*lane.model.parameters(), *lane.mask.parameters()]} == {torch.float32}
+
+
+@pytest.mark.parametrize("arithmetic", [CompiledArithmetic, SecondOrderArithmetic])
+def test_what_the_compiler_says_about_itself_is_kept_from_users_and_other_warnings_are_not(arithmetic):
+    with arithmetic(models.build("conv4", width=4, seed=0)).settings():
+        for module in ("torch._inductor.lowering", "torch.jit._script"):
+            warnings.warn_explicit("softmax is split", UserWarning, "some.py", 1, module)
+        with pytest.raises(UserWarning, match="about the user's tensors"):
+            warnings.warn_explicit("about the user's tensors", UserWarning, "some.py", 1, "torch.nn.functional")
 
 
 def test_a_ridge_head_is_solved_on_each_tasks_support_set():

@@ -124,6 +124,18 @@ def test_rows_keep_cells_by_whole_parts_of_their_names() -> None:
     }
 
 
+def test_a_decimal_is_one_part_of_a_name() -> None:
+    assert {cell.preset.name for cell in cells_named(["figure1.left.0"])} == {"figure1.left.0"}
+    assert {cell.preset.name for cell in cells_named(["figure1", "figureS1"], ["right.0"])} == {
+        "figure1.right.0",
+        "figureS1.right.0",
+    }
+    assert {cell.preset.name for cell in cells_named(["figure1"], ["0.25"])} == {
+        "figure1.left.0.25",
+        "figure1.right.0.25",
+    }
+
+
 def test_rows_without_names_are_looked_for_everywhere() -> None:
     assert {cell.table for cell in cells_named([], ["boil.shot5"])} == {"table1", "table2", "table4"}
     with pytest.raises(ConfigError, match="no row of any table is called 'bowl'; see `reproduce --list`"):

@@ -5,8 +5,9 @@ float32 whatever the precision of the network's passes.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import ParamSpec
 
@@ -102,8 +103,12 @@ class CompiledArithmetic:
     def logits(self, weights: Tensors, inputs: Tensor) -> Tensor:
         return self._outputs_of(weights, inputs)
 
-    def settings(self) -> AbstractContextManager[None]:
-        return matrix_precision(self.precision)
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        with matrix_precision(self.precision), warnings.catch_warnings():
+            # What the compiler tells about its own choices and parts is nothing that a user could act on.
+            warnings.filterwarnings("ignore", module=r"torch\.(_inductor|jit)")
+            yield
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
         parameters, sums = self._adapt(job, steps)

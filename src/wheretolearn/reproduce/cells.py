@@ -176,12 +176,18 @@ def _is_measured(preset: Preset, measure: str) -> bool:
 
 
 def _is_in(cell: Cell, name: str) -> bool:
-    wanted, own = name.lower(), cell.preset.name.lower()
-    return wanted in (cell.table.lower(), own) or own.startswith(f"{wanted}.")
+    wanted, own = _parts(name), _parts(cell.preset.name)
+    return wanted in ([cell.table.lower()], own[: len(wanted)])
 
 
 def _has_row(cell: Cell, row: str) -> bool:
-    return f".{row.lower()}." in f".{cell.preset.name.partition('.')[2].lower()}."
+    wanted, own = _parts(row), _parts(cell.preset.name)[1:]
+    return any(own[start : start + len(wanted)] == wanted for start in range(len(own)))
+
+
+def _parts(name: str) -> list[str]:
+    """Of a name: what is between dots, except those of numbers such as 0.25."""
+    return re.findall(r"\d+\.\d+|[^.]+", name.lower())
 
 
 def _place(table: str) -> tuple[bool, bool, int]:

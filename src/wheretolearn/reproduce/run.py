@@ -217,10 +217,13 @@ class _Work:
                 self._keep_curves(runs)
             for preset in training.to_record:
                 measures = [cell.measure for cell in all_cells(self.plan.scale) if cell.preset.name == preset.name]
-                records = [own for own in self._measure(training, preset, runs, measures) if own.metric in measures]
-                for own in records:
+                records = self._measure(training, preset, runs, measures)
+                in_cells = [own for own in records if own.metric in measures]
+                # Streams measure more than the paper has cells for; cells go last, as they tell that all is done.
+                others = [own for own in records if own not in in_cells] if preset.protocol != "fewshot" else []
+                for own in (*others, *in_cells):
                     save(own, self.results / preset.protocol)
-                self.watch.recorded(training, preset, records)
+                self.watch.recorded(training, preset, in_cells)
 
     def _keep_curves(self, runs: Sequence[RunFolder]) -> None:
         if find_spec("matplotlib") is None:  # a machine that only trains can do without
