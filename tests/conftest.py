@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -35,6 +36,31 @@ def log_and_wait(run, step, **values):
 RunFolder.log = log_and_wait
 """
 
+# Loading the command takes longer than most commands take, so it is loaded once, and each command is a fork of that.
+COMMANDS = """
+import gc, json, os, runpy, sys
+import wheretolearn.cli  # all that `python -m wheretolearn` has loaded when it begins
+
+gc.freeze()  # a fork shall not look through, and so copy, all that is loaded
+
+for line in sys.stdin:
+    order = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(order["cwd"])
+        os.environ.clear()
+        os.environ.update(order["environ"])
+        for number, path in enumerate([os.devnull, order["stdout"], order["stderr"]]):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+        sys.argv[1:] = order["arguments"]
+        sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+else:
+    sys.exit()
+runpy.run_module("wheretolearn", run_name="__main__", alter_sys=True)
+"""
+
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
@@ -59,21 +85,31 @@ def one_thread_and_own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> 
         yield
 
 
-@pytest.fixture
-def run_command() -> RunCommand:
+@pytest.fixture(scope="session")
+def run_command(one_thread_and_own_data_folder: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCommand]:
     """The real command in a real process."""
+    folder = tmp_path_factory.mktemp("command")
+    out, err = folder / "stdout", folder / "stderr"
 
-    def run(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "wheretolearn", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            check=False,
+    def run(*arguments: object, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+        order = {
+            "arguments": list(map(str, arguments)),
+            "cwd": str(cwd or Path.cwd()),
             # A width that wraps no message, and no colours.
-            env={**os.environ, "COLUMNS": "250", "NO_COLOR": "1", **environ},
+            "environ": {**os.environ, "COLUMNS": "250", "NO_COLOR": "1", **environ},
+            "stdout": str(out),
+            "stderr": str(err),
+        }
+        commands.stdin.write(json.dumps(order) + "\n")
+        commands.stdin.flush()
+        return subprocess.CompletedProcess(
+            order["arguments"], int(commands.stdout.readline()), out.read_text(), err.read_text()
         )
 
-    return run
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMANDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as commands:
+        yield run
 
 
 @pytest.fixture(scope="session")

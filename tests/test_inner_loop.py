@@ -556,9 +556,9 @@ from wheretolearn.inner_loop import accumulate, adapt
 from wheretolearn.models import build
 
 torch.set_num_threads(1)
-model = build("conv4", ways=5, channels=3, size=84, width=32, seed=0)
+model = build("conv4", ways=5, channels=3, size=42, width=32, seed=0)
 mask = masks.binary(model)
-x, y = torch.randn(25, 3, 84, 84), torch.arange(25) % 5
+x, y = torch.randn(25, 3, 42, 42), torch.arange(25) % 5
 adapted = adapt(model, mask, lambda net: F.cross_entropy(net(x), y), steps=int(sys.argv[1]), inner_lr=0.01)
 accumulate(adapted, lambda net: F.cross_entropy(net(x), y))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

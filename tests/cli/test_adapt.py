@@ -1,9 +1,7 @@
 """`wheretolearn adapt` as real processes, on drawings and on photographs of birds."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from io import BytesIO
 
@@ -21,17 +19,16 @@ from wheretolearn.runs.folder import RunFolder
 pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
 
 
-def train(path, *settings, **environ):
-    command = [sys.executable, "-m", "wheretolearn", "train", str(path), "--threads", "1"]
-    for setting in settings:
-        command += ["--set", setting]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, **environ})
+def train(run_command, path, *settings, **environ):
+    options = [f"--set={setting}" for setting in settings]
+    run_command("train", path, "--threads", 1, *options, **environ).check_returncode()
     return path
 
 
 @pytest.fixture(scope="module")
-def drawings_run(tmp_path_factory):
+def drawings_run(tmp_path_factory, run_command):
     return train(
+        run_command,
         tmp_path_factory.mktemp("runs") / "drawings",
         *("data=glyphs", "width=16", "outer_steps=60", "tasks_per_step=2", "inner_lr=0.2", "theta_lr=0.01"),
         *("mask_lr=0.01", "validate_every=60", "validation_tasks=10", "inner_steps=3", "test_inner_steps=6"),
@@ -268,6 +265,7 @@ def test_real_photographs_of_birds(birds, run_command, tmp_path):
     added = run_command("data", "add", "birds", birds / "known", "--size", 84, "--channels", 3, **environ)
     assert added.returncode == 0, added.stderr
     run = train(
+        run_command,
         tmp_path / "run",
         *("data=birds", "train_split=all", "validation_split=all", "width=16", "shots=5", "queries=5", "ways=3"),
         *("outer_steps=100", "tasks_per_step=1", "inner_steps=3", "test_inner_steps=10", "inner_lr=0.2"),

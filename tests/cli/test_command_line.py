@@ -13,6 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
+from wheretolearn import cli
+from wheretolearn.data import glyphs
 from wheretolearn.runs import checkpoint, environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import load_all
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever proce
 
 QUICK = [
     *("--preset", "demo.sparse-maml", "--threads", 1),
-    *("--set", "outer_steps=40", "--set", "checkpoint_every=10"),
+    *("--set", "width=8", "--set", "tasks_per_step=2", "--set", "outer_steps=40", "--set", "checkpoint_every=10"),
     *("--set", "validate_every=20", "--set", "validation_tasks=4", "--set", "log_every=1"),
 ]
 
@@ -36,8 +38,10 @@ def assert_message(result, *parts, code=1):
         assert part in result.stderr
 
 
-def test_version(run_command):
-    assert run_command("--version").stdout.strip() == f"wheretolearn {__version__}"
+def test_version():
+    """In a Python that starts from nothing: what is loaded says nothing."""
+    done = subprocess.run([sys.executable, "-m", "wheretolearn", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"wheretolearn {__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -105,11 +109,16 @@ def test_a_class_with_too_few_images_is_named(run_command, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unwritable_data_folder_is_named(run_command, tmp_path):
+def test_an_unwritable_data_folder_is_named(tmp_path, monkeypatch, capsys):
+    """Called in this process, where one drawing of each glyph is enough to have no place for it."""
     (tmp_path / "file").write_text("in the way")
-    result = run_command(
-        "data", "sheet", "glyphs", tmp_path / "sheet.png", WHERETOLEARN_DATA=str(tmp_path / "file" / "x")
-    )
+    monkeypatch.setattr(glyphs, "DRAWINGS", 1)
+    monkeypatch.setattr(cli, "keep_freed_memory", lambda: None)  # it could not be undone
+    monkeypatch.setenv("WHERETOLEARN_DATA", str(tmp_path / "file" / "x"))
+    monkeypatch.setattr(sys, "argv", ["wheretolearn", "data", "sheet", "glyphs", str(tmp_path / "sheet.png")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    result = subprocess.CompletedProcess(sys.argv, ended.value.code, *capsys.readouterr())
     assert_message(result, str(tmp_path / "file"))
 
 
@@ -173,12 +182,10 @@ def wait_for_step(path, step, process):
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """An uninterrupted run on the demo's network and data."""
+def straight(tmp_path_factory, run_command):
+    """An uninterrupted run on the demo's data, of its network made narrow."""
     path = tmp_path_factory.mktemp("straight") / "run"
-    subprocess.run(
-        [sys.executable, "-m", "wheretolearn", "train", str(path), *map(str, QUICK)], check=True, capture_output=True
-    )
+    run_command("train", path, *QUICK).check_returncode()
     return path
 
 
@@ -268,7 +275,7 @@ def test_a_corrupted_checkpoint_is_reported_and_the_one_before_used(straight, tm
 
 def test_a_checkpoint_of_another_model_is_refused(straight, tmp_path, run_command):
     path = tmp_path / "run"
-    assert run_command("train", path, *QUICK, "--set", "width=8", "--set", "outer_steps=10").returncode == 0
+    assert run_command("train", path, *QUICK, "--set", "width=4", "--set", "outer_steps=10").returncode == 0
     saved = checkpoint.load_latest(straight)
     checkpoint.save(path, saved.state, saved.step)
     assert_message(run_command("resume", path), "belongs to another model", "block1.conv.weight")
@@ -346,12 +353,11 @@ def worker_of(path):
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory):
+def several(tmp_path_factory, run_command):
     """Two presets with two seeds each, trained by one command."""
     folder = tmp_path_factory.mktemp("several") / "runs"
     presets = ("--preset", "demo.sparse-maml", "--preset", "demo.maml", "--seed", 3, "--seeds", 2)
-    arguments = map(str, ["train", folder, *presets, *TINY, "--set", "outer_steps=6", "--set", "validate_every=2"])
-    done = subprocess.run([sys.executable, "-m", "wheretolearn", *arguments], capture_output=True, text=True)
+    done = run_command("train", folder, *presets, *TINY, "--set", "outer_steps=6", "--set", "validate_every=2")
     assert done.returncode == 0, done.stderr
     return folder, done
 

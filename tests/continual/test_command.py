@@ -31,13 +31,11 @@ BATCHES = 100
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
+def straight(tmp_path_factory, run_command):
     """Two seeds, never interrupted, each in a process of its own."""
     folder = tmp_path_factory.mktemp("straight")
     command = ["continual", "runs", *QUICK, "--seeds", "2", "--workers", "2", "--record", "records"]
-    done = subprocess.run(
-        [sys.executable, "-m", "wheretolearn", *command], cwd=folder, capture_output=True, text=True, check=False
-    )
+    done = run_command(*command, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, done
 

@@ -16,7 +16,7 @@ from wheretolearn.presets import load_preset
 from wheretolearn.runs.folder import RunFolder
 
 NAME = "omniglot-by-alphabet"
-SHORT = {"data": NAME, "outer_steps": 100, "validate_every": 50, "validation_tasks": 30}
+SHORT = {"data": NAME, "outer_steps": 100, "tasks_per_step": 2, "validate_every": 50, "validation_tasks": 10}
 
 
 @pytest.fixture(scope="module")

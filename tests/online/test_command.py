@@ -26,14 +26,12 @@ QUICK = ["--preset", PRESET, "--scale", "quick", *(f"--set={name}={value}" for n
 
 
 @pytest.fixture(scope="module")
-def straight(glyphs, once):
+def straight(glyphs, once, run_command):
     """Two seeds, never interrupted, each in a process of its own; and what was printed."""
 
     def run(folder):
         command = ["online", "runs", *QUICK, "--seeds", "2", "--workers", "2", "--record", "records"]
-        done = subprocess.run(
-            [sys.executable, "-m", "wheretolearn", *command], cwd=folder, capture_output=True, text=True, check=False
-        )
+        done = run_command(*command, cwd=folder)
         assert done.returncode == 0, done.stderr
         (folder / "printed.json").write_text(json.dumps({"stdout": done.stdout, "stderr": done.stderr}))
 
