@@ -39,6 +39,7 @@ RunFolder.log = log_and_wait
 # Loading the command takes longer than most commands take, so it is loaded once, and each command is a fork of that.
 COMMANDS = """
 import gc, json, os, runpy, sys
+import numpy
 import wheretolearn.cli  # all that `python -m wheretolearn` has loaded when it begins
 
 gc.freeze()  # a fork shall not look through, and so copy, all that is loaded
@@ -47,11 +48,12 @@ for line in sys.stdin:
     order = json.loads(line)
     pid = os.fork()
     if pid == 0:
+        for number, path in enumerate([os.devnull, order["stdout"], order["stderr"]]):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(order["environ"])
-        for number, path in enumerate([os.devnull, order["stdout"], order["stderr"]]):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+        numpy.random.seed()  # else all commands would draw alike
         sys.argv[1:] = order["arguments"]
         sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         break
@@ -87,11 +89,11 @@ def one_thread_and_own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def run_command(one_thread_and_own_data_folder: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCommand]:
-    """The real command in a real process."""
-    folder = tmp_path_factory.mktemp("command")
-    out, err = folder / "stdout", folder / "stderr"
+    """The real command in a real process, except that Python has started before: what it reads then must not matter."""
 
     def run(*arguments: object, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp("command")  # of its own: what another command left running writes elsewhere
+        out, err = folder / "stdout", folder / "stderr"
         order = {
             "arguments": list(map(str, arguments)),
             "cwd": str(cwd or Path.cwd()),

@@ -363,9 +363,12 @@ def test_bfloat16_stays_close_to_float32_and_keeps_state_in_float32():
 
 @pytest.mark.parametrize("arithmetic", [CompiledArithmetic, SecondOrderArithmetic])
 def test_what_the_compiler_says_about_itself_is_kept_from_users_and_other_warnings_are_not(arithmetic):
-    with arithmetic(models.build("conv4", width=4, seed=0)).settings():
-        for module in ("torch._inductor.lowering", "torch.jit._script"):
-            warnings.warn_explicit("softmax is split", UserWarning, "some.py", 1, module)
+    compiled = arithmetic(models.build("conv4", width=4, seed=0))
+    compiled._compiled = True  # as on a GPU
+    with compiled.settings():
+        warnings.warn_explicit("softmax is split", UserWarning, "some.py", 1, "torch._inductor.lowering")
+        deprecated = "`torch.jit.script_method` is deprecated"
+        warnings.warn_explicit(deprecated, DeprecationWarning, "some.py", 1, "torch.jit._script")
         with pytest.raises(UserWarning, match="about the user's tensors"):
             warnings.warn_explicit("about the user's tensors", UserWarning, "some.py", 1, "torch.nn.functional")
 

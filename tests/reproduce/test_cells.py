@@ -142,7 +142,17 @@ def test_rows_without_names_are_looked_for_everywhere() -> None:
         cells_named([], ["bowl"])
 
 
+@pytest.mark.parametrize("nothing", ["", "."])
+def test_an_empty_name_does_not_mean_everything(nothing: str) -> None:
+    with pytest.raises(ConfigError, match="no table, figure or row is called"):
+        cells_named([nothing])
+    with pytest.raises(ConfigError, match="no row of table6 is called"):
+        cells_named(["table6"], [nothing])
+
+
 def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'figureS4\.alpa'; the nearest: figureS4\.alpha, "):
+        cells_named(["figureS4.alpa"])
     with pytest.raises(ConfigError, match=r"no table, figure or row is called 'tabel5'; the nearest: .*table5"):
         cells_named(["tabel5"])
     with pytest.raises(ConfigError, match=r"no row of table3 is called 'gem'; there are: sparse-relu-maml\.shot1, "):

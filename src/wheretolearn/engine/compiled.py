@@ -7,7 +7,7 @@ float32 whatever the precision of the network's passes.
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import ParamSpec
 
@@ -105,9 +105,10 @@ class CompiledArithmetic:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        with matrix_precision(self.precision), warnings.catch_warnings():
-            # What the compiler tells about its own choices and parts is nothing that a user could act on.
-            warnings.filterwarnings("ignore", module=r"torch\.(_inductor|jit)")
+        with matrix_precision(self.precision), warnings.catch_warnings() if self._compiled else nullcontext():
+            if self._compiled:  # what the compiler tells about its own choices is nothing that a user could act on
+                warnings.filterwarnings("ignore", module=r"torch\._inductor\.")
+                warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning, r"torch\.jit\.")
             yield
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:

@@ -177,12 +177,12 @@ def _is_measured(preset: Preset, measure: str) -> bool:
 
 def _is_in(cell: Cell, name: str) -> bool:
     wanted, own = _parts(name), _parts(cell.preset.name)
-    return wanted in ([cell.table.lower()], own[: len(wanted)])
+    return bool(wanted) and wanted in ([cell.table.lower()], own[: len(wanted)])
 
 
 def _has_row(cell: Cell, row: str) -> bool:
     wanted, own = _parts(row), _parts(cell.preset.name)[1:]
-    return any(own[start : start + len(wanted)] == wanted for start in range(len(own)))
+    return bool(wanted) and any(own[start : start + len(wanted)] == wanted for start in range(len(own)))
 
 
 def _parts(name: str) -> list[str]:
@@ -197,7 +197,9 @@ def _place(table: str) -> tuple[bool, bool, int]:
 
 def _nearest(name: str) -> str:
     known: Mapping[str, None] = dict.fromkeys(
-        text for cell in all_cells() for text in (cell.table, cell.preset.name, cell.preset.name.rpartition(".")[0])
+        text
+        for cell in all_cells()
+        for text in (cell.table, cell.preset.name, cell.preset.name.removesuffix(f".{_parts(cell.preset.name)[-1]}"))
     )
     nearest = get_close_matches(name, known, n=3, cutoff=0.4)
     return f"; the nearest: {', '.join(nearest)}" if nearest else ""
