@@ -105,10 +105,7 @@ class CompiledArithmetic:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        with matrix_precision(self.precision), warnings.catch_warnings() if self._compiled else nullcontext():
-            if self._compiled:  # what the compiler tells about its own choices is nothing that a user could act on
-                warnings.filterwarnings("ignore", module=r"torch\._inductor\.")
-                warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning, r"torch\.jit\.")
+        with matrix_precision(self.precision), _silent_compiler() if self._compiled else nullcontext():
             yield
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
@@ -137,6 +134,15 @@ class CompiledArithmetic:
                 moving, sums, still, rates, job.task.support_inputs, job.task.support_labels
             )
         return {**moving, **still}, sums
+
+
+@contextmanager
+def _silent_compiler() -> Iterator[None]:
+    """What the compiler tells about its own choices is nothing that a user could act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\._inductor\.")
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning, r"torch\.jit\.")
+        yield
 
 
 class ParallelStreams:

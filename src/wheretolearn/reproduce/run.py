@@ -219,9 +219,10 @@ class _Work:
                 measures = [cell.measure for cell in all_cells(self.plan.scale) if cell.preset.name == preset.name]
                 records = self._measure(training, preset, runs, measures)
                 in_cells = [own for own in records if own.metric in measures]
+                if preset.protocol == "fewshot":
+                    records = in_cells
                 # Streams measure more than the paper has cells for; cells go last, as they tell that all is done.
-                others = [own for own in records if own not in in_cells] if preset.protocol != "fewshot" else []
-                for own in (*others, *in_cells):
+                for own in sorted(records, key=lambda own: own.metric in measures):
                     save(own, self.results / preset.protocol)
                 self.watch.recorded(training, preset, in_cells)
 
