@@ -125,7 +125,7 @@ class CompiledArithmetic:
         return F.softmax(self._outputs_of(parameters, job.task.query_inputs), dim=1)
 
     def _adapt(self, job: Job, steps: int) -> tuple[Tensors, Tensors]:
-        rates = {name: rate.contiguous() for name, rate in job.rates.items()}  # expanded constants upset the compiler
+        rates = rates_of(job)
         moving = {name: job.theta[name] for name in rates}
         still = {name: value for name, value in job.theta.items() if name not in moving}
         sums = {name: torch.zeros_like(value) for name, value in moving.items()}
@@ -134,6 +134,11 @@ class CompiledArithmetic:
                 moving, sums, still, rates, job.task.support_inputs, job.task.support_labels
             )
         return {**moving, **still}, sums
+
+
+def rates_of(job: Job) -> Tensors:
+    """In memory as the weights lie, so that steps of weights and rates need no other layout (or expanded constants)."""
+    return {name: torch.empty_like(job.theta[name], dtype=rate.dtype).copy_(rate) for name, rate in job.rates.items()}
 
 
 @contextmanager

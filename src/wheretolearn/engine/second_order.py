@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad
 
-from wheretolearn.engine.compiled import CompiledArithmetic
+from wheretolearn.engine.compiled import CompiledArithmetic, rates_of
 from wheretolearn.engine.graphed import Job, JobGradient, Precision, Tensors
 
 
@@ -38,7 +38,7 @@ class SecondOrderArithmetic(CompiledArithmetic):
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
         task = job.task
-        rates = {name: rate.contiguous() for name, rate in job.rates.items()}
+        rates = rates_of(job)
         still = {name: tensor for name, tensor in job.theta.items() if name not in rates}
         moving = {name: job.theta[name] for name in rates}
         sums = {name: torch.zeros_like(tensor) for name, tensor in moving.items()}

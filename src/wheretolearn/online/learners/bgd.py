@@ -125,7 +125,7 @@ class BGD(OnlineLearner):
         assert isinstance(self.inner, WeightsInner)
         task = Task(support["inputs"], support["labels"], query["inputs"], query["labels"])
         rates = {name: self.mean.new_full(self.shapes[name], self.inner.lr) for name in self.inner.names}
-        return Job(self._named(weights), rates, task)
+        return Job({name: _channels_last(tensor) for name, tensor in self._named(weights).items()}, rates, task)
 
     def _named(self, flat: Tensor) -> Tensors:
         parts = torch.split(flat, [shape.numel() for shape in self.shapes.values()])
@@ -144,6 +144,11 @@ class BGD(OnlineLearner):
             copy_into(self.last, last)
         else:
             self.last = last
+
+
+def _channels_last(weights: Tensor) -> Tensor:
+    """Filters as a GPU's convolutions want them, which else lay them out anew for every pass."""
+    return weights.contiguous(memory_format=torch.channels_last) if weights.dim() == 4 else weights
 
 
 def _flat(tensors: Tensors) -> Tensor:
