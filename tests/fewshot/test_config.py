@@ -82,6 +82,7 @@ def test_a_ridge_head_takes_the_place_of_head_and_inner_loop():
     [
         ({"head": "ridge"}, "head=ridge has no inner loop: it needs mask=fixed, inner_steps=0, test_inner_steps=0"),
         ({**RIDGE, "t_net": True}, "needs t_net=false"),
+        ({**RIDGE, "validation_inner_steps": 5}, "needs validation_inner_steps=0"),
         ({**RIDGE, "order": "second"}, "needs order=first"),
         ({"t_net": True, "model": "resnet12"}, "t_net=true needs model=conv4, not resnet12"),
         ({"init": "kaiming", "model": "resnet12"}, "init=kaiming needs model=conv4, not resnet12"),

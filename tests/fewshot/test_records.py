@@ -178,7 +178,7 @@ def test_how_a_run_was_computed_and_watched_does_not_matter_to_the_paper(trained
     first = trained("first")
     run = trained(
         *("run", 0),
-        **{"engine": "eager", "validate_every": 2, "validation_tasks": 3, "log_every": 1},
+        **{"engine": "eager", "validate_every": 2, "validation_tasks": 3, "validation_inner_steps": 1, "log_every": 1},
         **{"checkpoint_every": 3, "keep_best": 2, "start_from": str(first.path)},
     )
     run = change(run, config={**run.config, "precision": "bfloat16"})

@@ -285,6 +285,14 @@ def test_training_and_validation_each_use_their_own_number_of_steps(new_run, mon
     assert spy.steps[6:] == [5, 5]
 
 
+def test_validation_can_take_another_number_of_steps_than_testing(new_run, monkeypatch):
+    spy = Spy(monkeypatch)
+    run = new_run(inner_steps=1, test_inner_steps=3, validation_inner_steps=2, outer_steps=1, validation_tasks=2)
+    train(run)
+    evaluate_run(run, "train", tasks=2)
+    assert spy.steps == [1, 1, 2, 2, 3, 3]
+
+
 def test_training_validation_and_test_tasks_are_drawn_apart(new_run, monkeypatch):
     spy = Spy(monkeypatch)
     run = new_run(outer_steps=1, tasks_per_step=2, validation_tasks=2)
@@ -748,6 +756,7 @@ def test_a_start_that_does_not_fit_is_refused(new_run, tmp_path):
     [
         ({"learn_theta": False, "mask": "fixed"}, "leaves nothing to learn"),
         ({"keep_best": 0}, "keep_best must be greater than 0"),
+        ({"validation_inner_steps": -1}, "validation_inner_steps must not be negative"),
         ({"outer_clamp": -1.0}, "outer_clamp must be greater than 0"),
         ({"mask_optimizer": "sgd"}, "mask_optimizer"),
     ],

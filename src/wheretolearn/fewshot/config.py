@@ -73,6 +73,9 @@ class FewShotConfig:
 
     validate_every: int = setting(500, "outer steps between validations")
     validation_tasks: int = setting(300, "tasks per validation")
+    validation_inner_steps: int | None = setting(
+        None, "gradient steps per task in validation; none: test_inner_steps. Fewer are faster"
+    )
     patience: int | None = setting(
         None, "more validations than this in a row without a better model end training; none: never"
     )
@@ -90,8 +93,8 @@ class FewShotConfig:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}")
         if self.ways == 1:
             raise ConfigError("ways must be at least 2: with one class there is nothing to tell apart")
-        for name in ("inner_steps", "test_inner_steps"):
-            if getattr(self, name) < 0:
+        for name in ("inner_steps", "test_inner_steps", "validation_inner_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.initial_sparsity is not None and not 0 <= self.initial_sparsity <= 1:
             raise ConfigError(f"initial_sparsity must lie between 0 and 1, not {self.initial_sparsity}")
@@ -129,6 +132,7 @@ class FewShotConfig:
             "adapt": "all",
             "order": "first",
             "t_net": False,
+            **({"validation_inner_steps": 0} if self.validation_inner_steps is not None else {}),
         }
         wrong = [name for name, value in wanted.items() if getattr(self, name) != value]
         if wrong:

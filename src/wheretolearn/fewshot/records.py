@@ -20,8 +20,8 @@ Evaluations = Mapping[RunFolder, Sequence[Evaluation]]
 
 # How a run was computed and watched. Whatever else differs from the preset makes another experiment than the paper's.
 INCIDENTAL = {
-    *("engine", "precision", "validate_every", "validation_tasks", "log_every", "checkpoint_every", "keep_best"),
-    "start_from",
+    *("engine", "precision", "validate_every", "validation_tasks", "validation_inner_steps", "log_every"),
+    *("checkpoint_every", "keep_best", "start_from"),
 }
 
 

@@ -30,7 +30,8 @@ _FREE_IN_A_LANE = (
     *("train_split", "validation_split", "outer_steps", "test_inner_steps", "inner_lr", "start_from", "learn_theta"),
     *("mask", "adapt", "adapt_norm", "mask_init", "initial_sparsity", "straight_through_scale"),
     *("theta_lr", "mask_lr", "optimizer", "mask_optimizer", "outer_clamp"),
-    *("validate_every", "validation_tasks", "patience", "log_every", "checkpoint_every", "keep_best"),
+    *("validate_every", "validation_tasks", "validation_inner_steps", "patience", "log_every", "checkpoint_every"),
+    "keep_best",
 )
 
 
@@ -132,8 +133,10 @@ class _Member:
         return json.dumps([engine, lane_settings(config)], sort_keys=True)
 
     def validate(self, evaluator: Evaluator) -> float:
-        tasks = self.validation.tasks(0, self.config.validation_tasks)
-        accuracy = evaluator.accuracies(tasks, self.config.test_inner_steps).mean().item()
+        config = self.config
+        tasks = self.validation.tasks(0, config.validation_tasks)
+        steps = config.test_inner_steps if config.validation_inner_steps is None else config.validation_inner_steps
+        accuracy = evaluator.accuracies(tasks, steps).mean().item()
         self.learner.remember(accuracy)
         return accuracy
 
