@@ -137,7 +137,7 @@ class CompiledArithmetic:
 
 
 def rates_of(job: Job) -> Tensors:
-    """In memory as the weights lie, so that steps of weights and rates need no other layout (or expanded constants)."""
+    """Full tensors, laid out like the weights: the compiler stumbles over expanded ones, and pays for other layouts."""
     return {name: torch.empty_like(job.theta[name], dtype=rate.dtype).copy_(rate) for name, rate in job.rates.items()}
 
 
