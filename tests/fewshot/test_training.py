@@ -418,7 +418,7 @@ def assert_same_runs(alone, together):
 
 DIFFERENT = [
     {"seed": 3},
-    {"seed": 3, "mask": "fixed", "inner_lr": 0.2},
+    {"seed": 3, "mask": "fixed", "inner_lr": 0.2, "init": "kaiming", "validation_inner_steps": 1},
     {"seed": 4, "mask": "generated", "optimizer": "nesterov", "theta_lr": 0.01},
     {"seed": 5, "mask": "relu", "outer_steps": 4, "validate_every": 2, "log_every": 1, "checkpoint_every": 3},
     {"seed": 6, "mask": "exp", "adapt": "head", "mask_optimizer": "nesterov", "outer_clamp": 0.001},

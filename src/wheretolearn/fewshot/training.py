@@ -28,7 +28,7 @@ Notify = Callable[[str], None]  # something the user should know
 # Runs that differ in nothing else are lanes of one engine: same network, same number of tasks and inner steps.
 _FREE_IN_A_LANE = (
     *("train_split", "validation_split", "outer_steps", "test_inner_steps", "inner_lr", "start_from", "learn_theta"),
-    *("mask", "adapt", "adapt_norm", "mask_init", "initial_sparsity", "straight_through_scale"),
+    *("init", "mask", "adapt", "adapt_norm", "mask_init", "initial_sparsity", "straight_through_scale"),
     *("theta_lr", "mask_lr", "optimizer", "mask_optimizer", "outer_clamp"),
     *("validate_every", "validation_tasks", "validation_inner_steps", "patience", "log_every", "checkpoint_every"),
     "keep_best",
