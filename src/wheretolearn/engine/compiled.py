@@ -84,7 +84,7 @@ class CompiledArithmetic:
             return gradients, value
 
         self._compiled = compiled and device.type == "cuda"
-        self._outputs_of, self._inner_gradient = outputs_of, inner_gradient
+        self._outputs_of, self._gradient_of_moving = outputs_of, gradient_of_moving
         self._inner_step = self._fast(inner_step)
         self._outer_gradient = self._fast(outer_gradient)
 
@@ -105,7 +105,7 @@ class CompiledArithmetic:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        with matrix_precision(self.precision), _silent_compiler() if self._compiled else nullcontext():
+        with matrix_precision(self.precision), silent_compiler() if self._compiled else nullcontext():
             yield
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
@@ -142,7 +142,7 @@ def rates_of(job: Job) -> Tensors:
 
 
 @contextmanager
-def _silent_compiler() -> Iterator[None]:
+def silent_compiler() -> Iterator[None]:
     """What the compiler tells about its own choices is nothing that a user could act on."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\._inductor\.")
