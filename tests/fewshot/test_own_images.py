@@ -107,9 +107,9 @@ def test_images_of_unknown_class_get_predictions_alone(run, support, query, tmp_
 
 
 @pytest.mark.parametrize("mode", ["batch", "support", "running"])
-@pytest.mark.parametrize("model", ["conv4", "resnet12"])
-def test_what_was_saved_gives_the_same_predictions(tmp_path, support, query, mode, model):
-    run = finished_run(tmp_path / "run", model=model, batch_norm=mode, inner_lr=0.05, test_inner_steps=3)
+@pytest.mark.parametrize("network", [{}, {"model": "resnet12", "width": 64}], ids=["conv4", "resnet12"])
+def test_what_was_saved_gives_the_same_predictions(tmp_path, support, query, mode, network):
+    run = finished_run(tmp_path / "run", **network, batch_norm=mode, inner_lr=0.05, test_inner_steps=3)
     outcome = adapt_to_folder(run, support, query)
     assert ("transductive" in " ".join(outcome.notes)) == (mode == "batch")
     out = tmp_path / "out"

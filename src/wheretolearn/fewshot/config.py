@@ -101,9 +101,7 @@ class FewShotConfig:
         if self.mask == "fixed" and self.initial_sparsity is not None:
             raise ConfigError("initial_sparsity has no meaning for mask=fixed; leave it out, or choose another mask")
         self._check_mask_init()
-        for name, usual in (("t_net", False), ("init", "default")):
-            if getattr(self, name) != usual and self.model != "conv4":
-                raise ConfigError(f"{name}={str(getattr(self, name)).lower()} needs model=conv4, not {self.model}")
+        self._check_model()
         if self.head == "ridge":
             self._check_ridge()
         if not self.learn_theta and self.mask == "fixed":
@@ -113,6 +111,17 @@ class FewShotConfig:
                 "learn_theta=false keeps the model as it is, and batch_norm=running would change its statistics: "
                 "choose batch or support"
             )
+
+    def _check_model(self) -> None:
+        """A setting that the network knows nothing of would be ignored in silence."""
+        for model, usual in (
+            ("conv4", {"width": 64, "bias": True, "t_net": False, "init": "default"}),
+            ("resnet12", {"resnet_size": "small"}),
+        ):
+            for name, value in usual.items():
+                if getattr(self, name) != value and self.model != model:
+                    given = str(getattr(self, name)).lower()
+                    raise ConfigError(f"{name}={given} needs model={model}, not {self.model}")
 
     def _check_mask_init(self) -> None:
         if self.mask_init is None:
