@@ -161,7 +161,7 @@ def test_lanes_that_take_steps_together_are_what_they_are_alone(make_run, monkey
     for run in alone:
         train(run)
     monkeypatch.setattr(training, "LANES_ON", ("cpu",))
-    monkeypatch.setattr(training, "arithmetic_of", lambda _, model: arithmetic_for(model))  # as alone, on a CPU
+    monkeypatch.setattr(training, "arithmetic_of", lambda _, model, __: arithmetic_for(model))  # as alone, on a CPU
     with pytest.raises(Stopped):
         train(together[0], StopAt(5))
     with pytest.raises(NonFiniteError, match=r"(?s)1 of 3 runs failed:.*bad, step \d+: the loss of a batch"):

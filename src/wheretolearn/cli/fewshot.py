@@ -197,6 +197,7 @@ def evaluate(
                         ensemble=wanted.models > 1,
                         device=device,
                         progress=tick,
+                        notify=lambda note: typer.echo(note, err=True),
                     )
                 evaluations[run].append(result)
                 typer.echo(before + result.sentence())

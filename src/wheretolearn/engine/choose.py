@@ -1,6 +1,7 @@
 """Which engine runs a training: the fast one where it can, the readable one everywhere else."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from wheretolearn.engine import compiled, fused
 from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.eager import EagerEngine, EagerEvaluator
+from wheretolearn.engine.fallback import FirstThatRuns, first_line
 from wheretolearn.engine.fused import FusedConv4
 from wheretolearn.engine.graphed import Arithmetic, GraphedEngine, GraphedEvaluator, Precision
 from wheretolearn.engine.second_order import SecondOrderArithmetic
@@ -88,12 +90,17 @@ def make_evaluator(
     kind: EngineKind = "auto",
     precision: Precision = "float32",
     lanes: int = 10,
+    notify: Callable[[str], None] | None = None,
 ) -> Evaluator:
-    """Measures a model outside training; ``lanes`` tasks at a time where the engine records graphs."""
+    """Measures a model outside training; ``lanes`` tasks at a time where the engine records graphs.
+
+    ``notify`` is told where ``auto`` has to take a slower way than it meant to.
+    """
     name = choose(model, mask, inner, kind, precision)
     if name == "eager":
         return EagerEvaluator(model, mask, inner)
-    return GraphedEvaluator(model, mask, inner, make_arithmetic(name, model, inner, precision), lanes)
+    make = make_arithmetic if kind != "auto" else partial(arithmetic_that_runs, notify=notify)
+    return GraphedEvaluator(model, mask, inner, make(name, model, inner, precision), lanes)
 
 
 def choose(
@@ -135,14 +142,26 @@ def _reasons_against(model: nn.Module, mask: GradientMask, inner: InnerLoop) -> 
 
 
 def make_arithmetic(
-    name: EngineName, model: nn.Module, inner: InnerLoop, precision: Precision = "float32"
+    name: EngineName, model: nn.Module, inner: InnerLoop, precision: Precision = "float32", compiled: bool = True
 ) -> Arithmetic:
     """How a fast engine adapts to tasks."""
     if name == "fused":
         return FusedConv4(model, precision)
     arithmetic = CompiledArithmetic if inner.order == "first" else SecondOrderArithmetic
-    return arithmetic(model, inner.clip_norm, precision)
+    return arithmetic(model, inner.clip_norm, precision, compiled)
 
 
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def arithmetic_that_runs(
+    name: EngineName,
+    model: nn.Module,
+    inner: InnerLoop,
+    precision: Precision = "float32",
+    notify: Callable[[str], None] | None = None,
+) -> Arithmetic:
+    """The arithmetic of an engine, or of a slower one where that cannot run."""
+    make = partial(make_arithmetic, model=model, inner=inner, precision=precision)
+    names = [slower for slower in FASTEST_FIRST[FASTEST_FIRST.index(name) : -1] if slower in CAN_RUN[precision]]
+    makers: dict[str, Callable[[], Arithmetic]] = {f"the {slower} engine": partial(make, slower) for slower in names}
+    if "graphed" in CAN_RUN[precision]:
+        makers["the graphed engine without compiling"] = partial(make, "graphed", compiled=False)
+    return FirstThatRuns(makers, notify)

@@ -140,6 +140,7 @@ def evaluate_run(
     ensemble: bool = False,
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> Evaluation:
     """Measure a finished run on tasks of a split, of its own set or another; the run's folder keeps the record.
 
@@ -164,7 +165,7 @@ def evaluate_run(
     source = TaskSource(chosen, config.episode, run.seed, "test", device)
     precision = config.precision if device.startswith("cuda") else "float32"  # a CPU has no other
     kind = config.engine if device.startswith("cuda") else "auto"  # nor a GPU's engines
-    evaluator = make_evaluator(model, mask, config.inner, kind=kind, precision=precision)
+    evaluator = make_evaluator(model, mask, config.inner, kind=kind, precision=precision, notify=notify)
     if not ensemble:
         accuracies = evaluator.accuracies(_reported(source.tasks(0, tasks), progress, 0, tasks), steps)
     else:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from wheretolearn.engine.choose import first_line
+from wheretolearn.engine.fallback import first_line
 from wheretolearn.engine.graphed import Precision, matrix_precision, new_stream
 from wheretolearn.errors import UserError
 from wheretolearn.online.learners.base import OnlineLearner

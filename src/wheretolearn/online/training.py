@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wheretolearn import masks
 from wheretolearn.config import from_dict
-from wheretolearn.engine.choose import choose, make_arithmetic
+from wheretolearn.engine.choose import arithmetic_that_runs, choose
 from wheretolearn.engine.graphed import Arithmetic
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.errors import MismatchError, NonFiniteError, Stopped, UserError
@@ -201,7 +201,7 @@ class _Member:
             _load(model, run)
         self.model = model.to(device)
         # Lanes of the C-MAML family share one of their own.
-        arithmetic = arithmetic_of(self.config, self.model) if self.config.learner == "metabgd" else None
+        arithmetic = arithmetic_of(self.config, self.model, notify) if self.config.learner == "metabgd" else None
         self.learner = make_learner(self.config, self.model, run.seed, arithmetic)
         self.sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.done, self.concluded = 0, 0
@@ -342,12 +342,14 @@ def inner_loop_of(config: OnlineConfig) -> InnerLoop:
     return InnerLoop(config.inner_steps, config.inner_lr, order=config.inner_order)
 
 
-def arithmetic_of(config: OnlineConfig, model: nn.Module) -> Arithmetic | None:
+def arithmetic_of(config: OnlineConfig, model: nn.Module, notify: Notify | None = None) -> Arithmetic | None:
     """How a learner's inner loop runs on a GPU, if an engine of few-shot learning can run it."""
     inner = inner_loop_of(config)
     name = choose(model, masks.fixed(model), inner, "auto", config.precision)
     on_gpu = next(model.parameters()).device.type in LANES_ON
-    return make_arithmetic(name, model, inner, config.precision) if on_gpu and config.plain_inner_loop else None
+    if not on_gpu or not config.plain_inner_loop:
+        return None
+    return arithmetic_that_runs(name, model, inner, config.precision, notify)
 
 
 class _Alone:
@@ -376,7 +378,7 @@ class _Lanes:
     def __init__(self, members: Sequence[_Member], notify: Notify | None):
         self.members = list(members)
         learners = [member.learner for member in members if isinstance(member.learner, CMAML)]
-        arithmetic = arithmetic_of(members[0].config, members[0].model)
+        arithmetic = arithmetic_of(members[0].config, members[0].model, notify)
         assert arithmetic is not None
         self.lanes = CMAMLLanes(learners, arithmetic, notify)
 

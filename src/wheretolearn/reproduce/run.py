@@ -256,6 +256,7 @@ class _Work:
                         steps=preset.evaluate.steps,
                         ensemble="ensemble accuracy" in measures,
                         device=self.device,
+                        notify=self.watch.note,
                     )
                 )
         return fewshot_records.result_records(evaluations, preset.name)
