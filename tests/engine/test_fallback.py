@@ -48,7 +48,7 @@ def test_the_next_one_takes_over_and_gives_what_it_gives_alone(model, ask):
     with torch.no_grad():
         found, expected = getattr(both, ask)(jobs, 2), getattr(working, ask)(jobs, 2)
         getattr(both, ask)(jobs, 2)
-    assert notes == ["the fast one cannot run here, a slower way is taken: out of resource: shared memory"]
+    assert notes == ["the fast one cannot run here, a slower way is tried: out of resource: shared memory"]
     if ask == "probabilities":
         assert torch.equal(found, expected)
         return
@@ -110,8 +110,13 @@ def test_from_kernels_over_the_compiler_to_plain_operations(model, precision, mo
 
 def test_float16_has_no_slower_way(model, monkeypatch):
     monkeypatch.setattr(choose, "FusedConv4", Broken)
-    with pytest.raises(RuntimeError, match="shared memory"):
-        arithmetic_that_runs("fused", model, INNER, "float16").probabilities([], 1)
+    notes = []
+    arithmetic = arithmetic_that_runs("fused", model, INNER, "float16", notes.append)
+    with pytest.raises(
+        ConfigError, match="precision=float16 needs the fused engine: use one of float32, tf32, bfloat16"
+    ):
+        arithmetic.probabilities([], 1)
+    assert "shared memory" in notes[0]
 
 
 def test_an_evaluation_goes_on_without_kernels(model, monkeypatch):

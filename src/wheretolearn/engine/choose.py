@@ -164,4 +164,11 @@ def arithmetic_that_runs(
     makers: dict[str, Callable[[], Arithmetic]] = {f"the {slower} engine": partial(make, slower) for slower in names}
     if "graphed" in CAN_RUN[precision]:
         makers["the graphed engine without compiling"] = partial(make, "graphed", compiled=False)
+    else:
+        makers["any other"] = partial(_refuse, precision)
     return FirstThatRuns(makers, notify)
+
+
+def _refuse(precision: Precision) -> Arithmetic:
+    others = ", ".join(other for other in CAN_RUN if other != precision)
+    raise ConfigError(f"precision={precision} needs the {CAN_RUN[precision][0]} engine: use one of {others}")

@@ -49,7 +49,7 @@ class FirstThatRuns:
                 del self._makers[failed]
                 self._made = None
                 if self._notify is not None:
-                    self._notify(f"{failed} cannot run here, a slower way is taken: {first_line(error)}")
+                    self._notify(f"{failed} cannot run here, a slower way is tried: {first_line(error)}")
 
 
 def _recording() -> bool:
