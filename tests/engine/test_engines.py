@@ -118,6 +118,53 @@ def test_graphed_equals_eager_in_second_order(device, mask_kind, clip_norm):
     assert not torch.allclose(one[0].block4.conv.weight, first[0].block4.conv.weight, atol=1e-3)
 
 
+class Square(torch.autograd.Function):
+    """An operation without forward mode, as many are."""
+
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Squared(nn.Module):
+    def forward(self, x):
+        return Square.apply(x)
+
+
+@pytest.mark.parametrize(
+    ("mask_kind", "clip_norm", "square", "mode"),
+    [("maml", None, False, "forward"), ("anil", None, False, "backward"), ("maml", 0.5, False, "backward"),
+     ("maml", None, True, "backward")],
+)  # fmt: skip
+def test_second_order_goes_forward_where_that_is_faster_and_can_be_done(mask_kind, clip_norm, square, mode):
+    lanes = [new_lane(mask_kind, "cpu", torch.float64, order="second", clip_norm=clip_norm) for _ in range(2)]
+    for lane in lanes if square else ():
+        lane.model.block2.append(Squared())
+    engine = graphed([lanes[1]])
+    run(EagerEngine([lanes[0]]))
+    run(engine)
+    for one, two in zip(lanes[0].model.parameters(), lanes[1].model.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-8)
+    assert engine.arithmetic._mode == mode
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mask_kind", ["maml", "linear"])
+def test_second_order_in_bfloat16_learns_about_the_same(device, mask_kind):
+    lanes = [new_lane(mask_kind, device, torch.float32, order="second") for _ in range(2)]
+    losses = [run(graphed([lane], precision=kind)) for lane, kind in zip(lanes, ("float32", "bfloat16"), strict=True)]
+    for exact, rounded in zip(*losses, strict=True):
+        assert rounded == pytest.approx(exact, rel=0.1)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_second_order_survives_a_gradient_of_zero(device):
     """A head of zeros gives the body no gradient, so that there is nothing to clip, and a norm without a derivative."""

@@ -5,6 +5,9 @@ A step is phi' = phi - rate * g(phi). So a gradient v with respect to phi' becom
 every step; memory holds the weights before each step, and no graph of all steps.
 """
 
+from contextlib import suppress
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.func import grad, jvp
@@ -43,21 +46,28 @@ class SecondOrderArithmetic(CompiledArithmetic):
             gradients, back = jvp(gradient, (weights,), (direction,))[:2]
             return back, {name: gradients[name] for name in cotangent}
 
-        def pulled_back(
-            weights: Tensors, cotangent: Tensors, inputs: Tensor, labels: Tensor
-        ) -> tuple[Tensors, Tensors]:
-            """(dg/dweights)^T cotangent, for all weights, moving or still; and the inner gradient g itself.
-
-            Forward mode needs far fewer sums for batch norm, but takes no advantage of layers that stand still.
-            """
-            moving = sum(tensor.numel() for tensor in cotangent.values())
-            mostly_still = 2 * moving < sum(tensor.numel() for tensor in weights.values())
-            mode = forward if clip_norm is None and not mostly_still else backward
-            return mode(weights, cotangent, inputs, labels)
-
-        self._pulled_back = self._fast(pulled_back)
+        self._modes = {"forward": self._fast(forward), "backward": self._fast(backward)}
+        self._mode: Literal["forward", "backward"] | None = "backward" if clip_norm is not None else None
         with silent_compiler():  # the first use of forward mode loads its rules, with remarks about torch.jit
             jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
+
+    def _pulled_back(
+        self, weights: Tensors, cotangent: Tensors, inputs: Tensor, labels: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """(dg/dweights)^T cotangent, for all weights, moving or still; and the inner gradient g itself.
+
+        Forward mode needs far fewer sums for batch norm, but takes no advantage of layers that stand still, and some
+        operations do not have it.
+        """
+        if self._mode is None:
+            moving, all_of_them = (sum(tensor.numel() for tensor in some.values()) for some in (cotangent, weights))
+            self._mode = "backward"
+            if 2 * moving >= all_of_them:
+                with suppress(Exception):  # what is wrong in both modes shows in the other
+                    result = self._modes["forward"](weights, cotangent, inputs, labels)
+                    self._mode = "forward"
+                    return result
+        return self._modes[self._mode](weights, cotangent, inputs, labels)
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
         task = job.task
