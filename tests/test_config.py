@@ -93,6 +93,7 @@ def test_int_is_accepted_for_float_and_becomes_one() -> None:
         ({"steps": True}, '"steps" expects int, got true'),
         ({"steps": 2.0}, '"steps" expects int, got 2.0'),
         ({"steps": "2"}, '"steps" expects int, got "2"; write the number without quotes, as 2'),
+        ({"steps": 2**31}, '"steps" expects int, got 2147483648, which is beyond 2147483647'),
         ({"inner_lr": ".5"}, '"inner_lr" expects float, got ".5"; write the number without quotes, as 0.5'),
         ({"inner_lr": True}, '"inner_lr" expects float, got true'),
         ({"inner_lr": float("nan")}, '"inner_lr" expects float, got nan, which is not finite'),

@@ -18,6 +18,8 @@ from wheretolearn.errors import ConfigError
 
 T = TypeVar("T")
 
+MAX_INT = 2**31 - 1  # more than anyone counts to, and less than what overflows somewhere
+
 
 class SettingRow(NamedTuple):
     """One setting as a help page shows it; the default is spelled as in TOML."""
@@ -169,7 +171,7 @@ def _convert(value: object, kind: Any, key: str, where: str) -> Any:
             raise wrong
         return float(typing.cast(float, value))
     if kind in (int, bool, str):
-        if type(value) is not kind:
+        if type(value) is not kind or (kind is int and abs(typing.cast(int, value)) > MAX_INT):
             raise wrong
         return value
     if kind in (object, Any):
@@ -246,6 +248,8 @@ def _hint(value: object, kind: Any) -> str:
     kinds = {kind, *typing.get_args(kind)}
     if isinstance(value, (int, float)) and float in kinds and not _is_finite(value):
         return ", which is not finite"
+    if type(value) is int and int in kinds and abs(value) > MAX_INT:
+        return f", which is beyond {MAX_INT}"
     if isinstance(value, str) and kinds & {int, float}:
         try:
             number = float(value)

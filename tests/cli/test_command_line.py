@@ -152,6 +152,13 @@ def test_a_seed_out_of_range_says_the_range(run_command, tmp_path, command, seed
     assert not (tmp_path / "run").exists()
 
 
+def test_a_setting_of_another_network_is_refused_before_anything_is_written(run_command, tmp_path):
+    refused = run_command("train", tmp_path / "run", "--preset", "table1.fomaml.shot1", "--scale", "quick",
+                          "--set", "model=resnet12")  # fmt: skip
+    assert_message(refused, "width=32 is for model=conv4", "set width=64 where a preset has it")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_fresh_demo_deletes_no_stranger(run_command, tmp_path):
     (tmp_path / "maml").mkdir()
     (tmp_path / "maml" / "thesis.txt").write_text("years of work")

@@ -86,9 +86,7 @@ def test_a_ridge_head_takes_the_place_of_head_and_inner_loop():
         ({**RIDGE, "order": "second"}, "needs order=first"),
         ({"t_net": True, "model": "resnet12"}, "t_net=true needs model=conv4, not resnet12"),
         ({"init": "kaiming", "model": "resnet12"}, "init=kaiming needs model=conv4, not resnet12"),
-        ({"width": 32, "model": "resnet12"}, "width=32 needs model=conv4, not resnet12"),
-        ({"bias": False, "model": "resnet12"}, "bias=false needs model=conv4, not resnet12"),
-        ({"resnet_size": "large"}, "resnet_size=large needs model=resnet12, not conv4"),
+        ({"validation_inner_steps": 0}, "validation_inner_steps=0 would choose among models that have not adapted"),
         ({"mask": "binary", "mask_init": 0.1}, "mask_init has no meaning for mask=binary"),
         ({"mask": "exp", "mask_init": 0.0}, "mask_init must be greater than 0 for mask=exp"),
         ({"mask": "relu", "mask_init": 0.1, "initial_sparsity": 0.5}, "give only one"),
@@ -97,6 +95,21 @@ def test_a_ridge_head_takes_the_place_of_head_and_inner_loop():
 def test_settings_that_do_not_go_together(settings, message):
     with pytest.raises(ConfigError, match=message):
         FewShotConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 32, "model": "resnet12"}, "width=32 is for model=conv4 and would do nothing: .* set width=64"),
+        ({"bias": False, "model": "resnet12"}, "bias=false is for model=conv4 and would do nothing: .* set bias=true"),
+        ({"resnet_size": "large"}, "resnet_size=large is for model=resnet12 .* set resnet_size=small"),
+    ],
+)
+def test_new_runs_have_no_settings_of_another_network(settings, message):
+    config = FewShotConfig(**settings)  # what was stored with them can be read
+    with pytest.raises(ConfigError, match=message):
+        config.check_network()
+    FewShotConfig(**{**settings, "model": "conv4" if "model" in settings else "resnet12"}).check_network()
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,7 @@ def _config(preset: str | None, scale: Scale, overrides: Sequence[str]) -> FewSh
 
 def _check(config: FewShotConfig, seed: int, device: str) -> None:
     """Whatever cannot be built must fail before a folder holds a run that can never start."""
+    config.check_network()
     with progress_bar(f"preparing {config.data}") as tick:
         images = load_set(config.data, tick)
     check_images(config, images)

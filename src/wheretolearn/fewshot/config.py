@@ -54,7 +54,9 @@ class FewShotConfig:
     order: Literal["first", "second"] = setting("first", "meta-gradient: first order, or through the inner loop")
 
     inner_steps: int = setting(5, "gradient steps per task in training (K_train)")
-    test_inner_steps: int = setting(10, "gradient steps per task in validation and testing (K_test)")
+    test_inner_steps: int = setting(
+        10, "gradient steps per task in testing, and in validation if it has no own (K_test)"
+    )
     inner_lr: float = setting(0.1, "inner learning rate (alpha); 1 for relu, exp and linear masks")
     inner_clip_norm: float | None = setting(None, "bound on the norm of each inner gradient")
 
@@ -96,12 +98,18 @@ class FewShotConfig:
         for name in ("inner_steps", "test_inner_steps", "validation_inner_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.validation_inner_steps == 0 < self.test_inner_steps:
+            raise ConfigError(
+                "validation_inner_steps=0 would choose among models that have not adapted: 1 at least, or leave it out"
+            )
         if self.initial_sparsity is not None and not 0 <= self.initial_sparsity <= 1:
             raise ConfigError(f"initial_sparsity must lie between 0 and 1, not {self.initial_sparsity}")
         if self.mask == "fixed" and self.initial_sparsity is not None:
             raise ConfigError("initial_sparsity has no meaning for mask=fixed; leave it out, or choose another mask")
         self._check_mask_init()
-        self._check_model()
+        for name, usual in (("t_net", False), ("init", "default")):
+            if getattr(self, name) != usual and self.model != "conv4":
+                raise ConfigError(f"{name}={str(getattr(self, name)).lower()} needs model=conv4, not {self.model}")
         if self.head == "ridge":
             self._check_ridge()
         if not self.learn_theta and self.mask == "fixed":
@@ -111,17 +119,6 @@ class FewShotConfig:
                 "learn_theta=false keeps the model as it is, and batch_norm=running would change its statistics: "
                 "choose batch or support"
             )
-
-    def _check_model(self) -> None:
-        """A setting that the network knows nothing of would be ignored in silence."""
-        for model, usual in (
-            ("conv4", {"width": 64, "bias": True, "t_net": False, "init": "default"}),
-            ("resnet12", {"resnet_size": "small"}),
-        ):
-            for name, value in usual.items():
-                if getattr(self, name) != value and self.model != model:
-                    given = str(getattr(self, name)).lower()
-                    raise ConfigError(f"{name}={given} needs model={model}, not {self.model}")
 
     def _check_mask_init(self) -> None:
         if self.mask_init is None:
@@ -147,6 +144,18 @@ class FewShotConfig:
         if wrong:
             needed = ", ".join(f"{name}={str(wanted[name]).lower()}" for name in wrong)
             raise ConfigError(f"head=ridge has no inner loop: it needs {needed}")
+
+    def check_network(self) -> None:
+        """For new runs: a setting that the network knows nothing of would be ignored in silence."""
+        usual = FewShotConfig()
+        for model, names in (("conv4", ("width", "bias")), ("resnet12", ("resnet_size",))):
+            for name in names:
+                given, default = (str(getattr(config, name)).lower() for config in (self, usual))
+                if given != default and self.model != model:
+                    raise ConfigError(
+                        f"{name}={given} is for model={model} and would do nothing: leave it out, or set "
+                        f"{name}={default} where a preset has it"
+                    )
 
     @property
     def inner(self) -> InnerLoop:
