@@ -5,8 +5,7 @@ A step is phi' = phi - rate * g(phi). So a gradient v with respect to phi' becom
 every step; memory holds the weights before each step, and no graph of all steps.
 """
 
-from contextlib import suppress
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +45,8 @@ class SecondOrderArithmetic(CompiledArithmetic):
             gradients, back = jvp(gradient, (weights,), (direction,))[:2]
             return back, {name: gradients[name] for name in cotangent}
 
-        self._modes = {"forward": self._fast(forward), "backward": self._fast(backward)}
-        self._mode: Literal["forward", "backward"] | None = "backward" if clip_norm is not None else None
+        self._forward, self._backward = self._fast(forward), self._fast(backward)
+        self._can_go_forward: bool | None = None if clip_norm is None else False  # None: not tried yet
         with silent_compiler():  # the first use of forward mode loads its rules, with remarks about torch.jit
             jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
 
@@ -59,15 +58,19 @@ class SecondOrderArithmetic(CompiledArithmetic):
         Forward mode needs far fewer sums for batch norm, but takes no advantage of layers that stand still, and some
         operations do not have it.
         """
-        if self._mode is None:
-            moving, all_of_them = (sum(tensor.numel() for tensor in some.values()) for some in (cotangent, weights))
-            self._mode = "backward"
-            if 2 * moving >= all_of_them:
-                with suppress(Exception):  # what is wrong in both modes shows in the other
-                    result = self._modes["forward"](weights, cotangent, inputs, labels)
-                    self._mode = "forward"
-                    return result
-        return self._modes[self._mode](weights, cotangent, inputs, labels)
+        moving, all_of_them = (sum(tensor.numel() for tensor in some.values()) for some in (cotangent, weights))
+        mostly_moving = 2 * moving >= all_of_them
+        if mostly_moving and self._can_go_forward is None:
+            self._can_go_forward = self._tried_forward(weights, cotangent, inputs, labels)
+        way = self._forward if mostly_moving and self._can_go_forward else self._backward
+        return way(weights, cotangent, inputs, labels)
+
+    def _tried_forward(self, *arguments: Any) -> bool:
+        try:
+            self._forward(*arguments)
+        except Exception:  # what is wrong in both modes shows in the other
+            return False
+        return True
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
         task = job.task
