@@ -1,6 +1,9 @@
 import json
 import math
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from wheretolearn.storage import (
     load_weights,
     read_json,
     save_weights,
+    this_process,
     to_json,
     write_json,
 )
@@ -47,6 +51,33 @@ def test_an_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
         write_half()
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file"]
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write_of_that_file(tmp_path: Path) -> None:
+    path = tmp_path / "record[1].json"
+    script = (
+        "import os, sys; from wheretolearn.storage import atomic_write\n"
+        "with atomic_write(sys.argv[1]) as file: file.write(b'half'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    (left,) = names(tmp_path)
+    with atomic_write(tmp_path / "record1.json"), atomic_write(path.with_suffix(".jso")):
+        pass
+    assert left in names(tmp_path), "of another file"
+    with atomic_write(path) as file:
+        file.write(b"whole")
+    assert names(tmp_path) == ["record1.json", "record[1].jso", "record[1].json"]
+
+
+def test_what_others_are_writing_stays(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    others = [f".file.{writer}-1.tmp" for writer in (this_process(), "1@another-machine", f"x@{platform.node()}")]
+    others.append(".file.1-1.tmp")  # of an early version, or somebody's own
+    for name in others:
+        (tmp_path / name).touch()
+    with atomic_write(path):
+        pass
+    assert names(tmp_path) == sorted([*others, "file"])
 
 
 def test_content_reaches_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,11 @@ import hashlib
 import json
 import math
 import os
+import platform
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from glob import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,10 +30,16 @@ _FLOAT_KEY = "$float"  # marks a number that JSON cannot write
 def atomic_write(path: str | PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file for writing that appears under `path` complete, or not at all.
 
-    The bytes go to a hidden neighbour, are forced to disk, and are renamed into place when the block ends.
+    The bytes go to a hidden neighbour, are forced to disk, and are renamed into place when the block ends. What a
+    killed process left of the same file goes.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_name(f".{path.name}.{this_process()}-{threading.get_ident()}.tmp")
+    for other in path.parent.glob(f".{escape(path.name)}.*@*-*.tmp"):
+        writer = other.name.removeprefix(f".{path.name}.").rpartition("-")[0]
+        if has_ended(writer):
+            with suppress(OSError):
+                other.unlink()
     try:
         with temporary.open("wb") as file:
             yield file
@@ -50,6 +58,25 @@ def remove_leftovers(folder: Path) -> None:
     """Delete what `atomic_write` left behind when its process was killed; only a sole writer may do so."""
     for leftover in folder.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
+
+
+def this_process() -> str:
+    """A name of this process for files that others may find: `has_ended` understands it."""
+    return f"{os.getpid()}@{platform.node()}"
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process, by the name it gave itself, is known to run no more; another machine's never is."""
+    number, _, machine = process.partition("@")
+    if machine != platform.node() or not number.isdecimal() or os.name == "nt":  # signal 0 is no question there
+        return False
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
