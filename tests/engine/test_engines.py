@@ -13,6 +13,7 @@ from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.eager import EagerEngine
 from wheretolearn.engine.graphed import GraphedEngine, _memory_of
 from wheretolearn.engine.second_order import SecondOrderArithmetic
+from wheretolearn.engine.still_body import last_layers
 from wheretolearn.engine.task import InnerLoop, Lane, Task
 from wheretolearn.errors import ConfigError, NonFiniteError
 from wheretolearn.fewshot.learner import MixedOptimizer
@@ -118,6 +119,45 @@ def test_graphed_equals_eager_in_second_order(device, mask_kind, clip_norm):
     assert not torch.allclose(one[0].block4.conv.weight, first[0].block4.conv.weight, atol=1e-3)
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the functions that engines of first and second order would compile, as they return."""
+    names = []
+
+    def fast(self, function):
+        traced = torch.compile(function, fullgraph=True, dynamic=False, backend="eager") if self.traced else function
+
+        def called(*arguments):
+            result = traced(*arguments)
+            names.append(function.__name__)
+            return result
+
+        return called
+
+    monkeypatch.setattr(CompiledArithmetic, "_fast", fast)
+    monkeypatch.setattr(CompiledArithmetic, "traced", False, raising=False)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("mask_kind", "order", "clip_norm", "way"),
+    [("maml", "first", None, set()), ("anil", "first", 0.5, {"features"}), ("boil", "second", None, {"forward"}),
+     ("maml", "second", 0.5, {"backward"}), ("subset", "second", None, {"backward"}),
+     ("anil", "second", 0.5, {"features", "gradients", "backward"})],
+)  # fmt: skip
+def test_all_that_is_compiled_is_traced_whole_and_computes_the_same(
+    mask_kind, order, clip_norm, way, calls, monkeypatch
+):
+    """By the compiler's front half, which a machine without a GPU has too."""
+    lanes = [new_lane(mask_kind, "cpu", torch.float64, order=order, clip_norm=clip_norm, steps=2) for _ in range(2)]
+    run(graphed([lanes[0]]), steps=2)
+    calls.clear()
+    monkeypatch.setattr(CompiledArithmetic, "traced", True)
+    run(graphed([lanes[1]]), steps=2)
+    assert set(calls) == {"inner_step", "outer_gradient"} | way
+    assert_same(*((lane.model, lane.mask, None, [0.0]) for lane in lanes), 1e-9)
+
+
 class Square(torch.autograd.Function):
     """An operation without forward mode, as many are."""
 
@@ -141,27 +181,23 @@ class Squared(nn.Module):
 
 @pytest.mark.parametrize(
     ("mask_kind", "clip_norm", "square", "forward"),
-    [("maml", None, False, True), ("anil", None, False, False), ("maml", 0.5, False, False),
+    [("maml", None, False, True), ("subset", None, False, False), ("maml", 0.5, False, False),
      ("maml", None, True, False)],
 )  # fmt: skip
-def test_second_order_goes_forward_where_that_is_faster_and_can_be_done(mask_kind, clip_norm, square, forward):
+def test_second_order_goes_forward_where_that_is_faster_and_can_be_done(mask_kind, clip_norm, square, forward, calls):
     lanes = [new_lane(mask_kind, "cpu", torch.float64, order="second", clip_norm=clip_norm) for _ in range(2)]
     for lane in lanes if square else ():
         lane.model.block2.append(Squared())
     engine = graphed([lanes[1]])
-    gone = []
-    for mode in ("_forward", "_backward"):
-        way = getattr(engine.arithmetic, mode)
-        setattr(engine.arithmetic, mode, lambda *a, way=way, mode=mode: (way(*a), gone.append(mode))[0])
     run(EagerEngine([lanes[0]]))
     run(engine)
     for one, two in zip(lanes[0].model.parameters(), lanes[1].model.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-8)
-    assert set(gone) == {"_forward" if forward else "_backward"}
+    assert set(calls) == {"inner_step", "outer_gradient", "forward" if forward else "backward"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mask_kind", ["maml", "linear"])
+@pytest.mark.parametrize("mask_kind", ["maml", "linear", "anil"])
 def test_second_order_in_bfloat16_learns_about_the_same(device, mask_kind):
     lanes = [new_lane(mask_kind, device, torch.float32, order="second") for _ in range(2)]
     losses = [run(graphed([lane], precision=kind)) for lane, kind in zip(lanes, ("float32", "bfloat16"), strict=True)]
@@ -444,3 +480,154 @@ def test_a_ridge_head_is_solved_on_each_tasks_support_set():
     losses = run(engine, steps=15)
     assert losses[-1][0] < 0.85 * losses[0][0]
     assert model.block1.conv.weight.grad.abs().max() > 0  # learned through the solve
+
+
+class Plain(nn.Module):
+    """Ends with ``classify``, which may be all that inner steps change."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, 2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+        self.classify = nn.Sequential(nn.Linear(196, 6), nn.Tanh(), nn.Linear(6, 5))
+
+    def forward(self, x):
+        return self.classify(self.body(x))
+
+
+class Scaled(Plain):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Twice(Plain):
+    def forward(self, x):
+        features = self.body(x)
+        return self.classify(features + self.classify(features).mean())
+
+
+class Looked(Plain):
+    def forward(self, x):
+        return self.classify(self.body(x) * self.classify[0].weight.norm())
+
+
+class Noisy(Plain):
+    """Other features at every call, of the same mean."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.classify(self.body(x) * (1 + 0.1 * (-1) ** self.calls))
+
+
+class Named(Plain):
+    def forward(self, x):
+        return self.classify(input=self.body(x))
+
+
+class Tied(Plain):
+    """The weights of the last layers, which come first, are used before them too."""
+
+    def __init__(self):
+        super().__init__()
+        first = nn.Linear(196, 6)
+        second = nn.Linear(6, 5)
+        body = self.body
+        del self.body, self.classify
+        self.classify = nn.Sequential(first, nn.Tanh(), second)
+        self.body = body
+        self.again = nn.Linear(196, 6)
+        self.again.weight = first.weight
+
+    def forward(self, x):
+        features = self.body(x)
+        return self.classify(features + self.again(features).sum())
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.network = Plain()
+
+    def forward(self, x):
+        return self.network(x)
+
+
+def lane_of(model, select, device="cpu", **inner):
+    model = model.to(device, torch.float64)
+    mask = masks.linear(model, select=select, generator=torch.Generator().manual_seed(1)).to(torch.float64)
+    optimizer = torch.optim.Adam([*model.parameters(), *mask.parameters()], 1e-2, capturable=device == "cuda")
+    settings = InnerLoop(**{"steps": 4, "inner_lr": 0.3, **inner})
+    return Lane(model, mask, optimizer, lambda step: tasks_of(step, device, torch.float64, count=2), settings)
+
+
+def assert_same_training(lanes, engine):
+    run(EagerEngine([lanes[0]]))
+    run(engine)
+    assert_same(*((lane.model, lane.mask, None, [0.0]) for lane in lanes), 1e-8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("order", ["first", "second"])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize(
+    ("make", "select"),
+    [(Plain, ["classify.*"]), (Plain, ["classify.2.*"]), (Plain, ["classify.2.bias"]), (Plain, ["classify.*.weight"]),
+     (Nested, ["network.classify.*"])],
+)  # fmt: skip
+def test_a_still_body_runs_once_per_task_and_learns_as_ever(make, select, clip_norm, order, device, calls):
+    lanes = [lane_of(make(), select, device, order=order, clip_norm=clip_norm) for _ in range(2)]
+    engine = graphed([lanes[1]])
+    assert_same_training(lanes, engine)
+    if device == "cpu":  # a recorded step is replayed without Python
+        assert calls.count("features") == 2 * 3  # tasks and outer steps
+        assert calls.count("gradients") == (2 * 3 if order == "second" else 0)
+        assert calls.count("inner_step") == 2 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "select"),
+    [(Plain, ["body.*"]), (Plain, ["classify.0.*"]), (Plain, ["*"]), (Plain, ["*.0.weight"]), (Scaled, ["classify.*"]),
+     (Twice, ["classify.*"]), (Looked, ["classify.*"]), (Named, ["classify.*"]), (Tied, ["classify.*"])],
+)  # fmt: skip
+def test_nothing_is_cut_where_inner_steps_change_what_comes_before(make, select, calls):
+    lanes = [lane_of(make(), select, order="second") for _ in range(2)]
+    engine = graphed([lanes[1]])
+    assert_same_training(lanes, engine)
+    assert "features" not in calls
+
+
+def test_nothing_is_cut_where_the_body_has_noise_of_its_own():
+    for network, cut in ((Plain(), "classify"), (Noisy(), None)):
+        weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
+        assert last_layers(network, ["classify.0.weight", "classify.2.bias"], weights, torch.rand(3, 1, 16, 16)) == cut
+
+
+def test_jobs_with_and_without_a_still_body_go_side_by_side():
+    lanes = [lane_of(Plain(), select, order="second") for select in (["*"], ["classify.*"])]
+    alone = [lane_of(Plain(), select, order="second") for select in (["*"], ["classify.*"])]
+    run(graphed(lanes))
+    for lane, own in zip(lanes, alone, strict=True):
+        run(graphed([own]))
+        for one, two in zip(lane.model.parameters(), own.model.parameters(), strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+
+
+def test_frozen_weights_of_the_body_stay_as_they_are():
+    lanes = [lane_of(Plain(), ["classify.*"], order="second") for _ in range(2)]
+    for lane in lanes:
+        lane.model.body[0].weight.requires_grad_(False)
+    before = lanes[1].model.body[0].weight.clone()
+    assert_same_training(lanes, graphed([lanes[1]]))
+    assert torch.equal(lanes[1].model.body[0].weight, before)
+
+
+def test_evaluation_follows_the_model():
+    lane = lane_of(Plain(), ["classify.*"])
+    evaluators = [make_evaluator(lane.model, lane.mask, lane.inner, kind=kind) for kind in ("eager", "graphed")]
+    for scale in (1, 3):
+        with torch.no_grad():
+            lane.model.body[0].weight.mul_(scale).add_(0.1)
+        tasks = tasks_of(3, "cpu", torch.float64)
+        torch.testing.assert_close(*(each.probabilities(tasks, 5) for each in evaluators), rtol=0, atol=1e-10)

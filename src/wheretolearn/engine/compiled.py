@@ -27,6 +27,7 @@ from wheretolearn.engine.graphed import (
     matrix_precision,
     new_stream,
 )
+from wheretolearn.engine.still_body import FEATURES, Fast, StillBody, last_layers
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.inner_loop import clipped
 from wheretolearn.masks import GradientMask
@@ -47,35 +48,19 @@ def unsupported(model: nn.Module, mask: GradientMask, inner: InnerLoop) -> str |
     return None
 
 
-class CompiledArithmetic:
-    """``model`` gives the architecture only: jobs bring their weights."""
+class Passes:
+    """The gradients of a network, or of its last layers, of which ``outputs_of`` gives the outputs."""
 
-    def __init__(
-        self, model: nn.Module, clip_norm: float | None = None, precision: Precision = "float32", compiled: bool = True
-    ):
-        network = copy.deepcopy(model)
-        batch_norm.fix_mode(network, "batch")  # no statistics to carry along
-        device = next(model.parameters()).device
-        self.precision = precision
-        self._streams = ParallelStreams(device)
-
-        def outputs_of(parameters: Tensors, inputs: Tensor) -> Tensor:
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-                outputs: Tensor = functional_call(network, parameters, (inputs,))
-            return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-
+    def __init__(self, outputs_of: Callable[[Tensors, Tensor], Tensor], clip_norm: float | None, fast: Fast):
         def loss(moving: Tensors, still: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(outputs_of({**moving, **still}, inputs), labels)
 
         gradient_of_moving = grad_and_value(loss)
 
-        def inner_gradient(moving: Tensors, still: Tensors, inputs: Tensor, labels: Tensor) -> Tensors:
-            return clipped(gradient_of_moving(moving, still, inputs, labels)[0], clip_norm)
-
         def inner_step(
             moving: Tensors, sums: Tensors, still: Tensors, rates: Tensors, inputs: Tensor, labels: Tensor
         ) -> tuple[Tensors, Tensors]:
-            gradients = inner_gradient(moving, still, inputs, labels)
+            gradients = clipped(gradient_of_moving(moving, still, inputs, labels)[0], clip_norm)
             moved = {name: moving[name] - rates[name] * gradients[name] for name in moving}  # Eq. 4
             return moved, {name: sums[name] + gradients[name] for name in moving}
 
@@ -83,10 +68,33 @@ class CompiledArithmetic:
             gradients, value = gradient_of_moving(parameters, {}, inputs, labels)
             return gradients, value
 
+        self.gradient_of_moving = gradient_of_moving
+        self.inner_step, self.outer_gradient = fast(inner_step), fast(outer_gradient)
+
+
+class CompiledArithmetic:
+    """``model`` gives the architecture only: jobs bring their weights."""
+
+    def __init__(
+        self, model: nn.Module, clip_norm: float | None = None, precision: Precision = "float32", compiled: bool = True
+    ):
+        self._network = copy.deepcopy(model)
+        batch_norm.fix_mode(self._network, "batch")  # no statistics to carry along
+        device = next(model.parameters()).device
+        self.precision = precision
+        self._clip_norm = clip_norm
         self._compiled = compiled and device.type == "cuda"
-        self._outputs_of, self._gradient_of_moving = outputs_of, gradient_of_moving
-        self._inner_step = self._fast(inner_step)
-        self._outer_gradient = self._fast(outer_gradient)
+        self._streams = ParallelStreams(device)
+
+        def call(module: nn.Module, weights: Tensors, inputs: Tensor) -> Tensor:
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+                outputs: Tensor = functional_call(module, weights, (inputs,))
+            return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+
+        self._call = call
+        self._outputs_of = partial(call, self._network)
+        self._whole = Passes(self._outputs_of, clip_norm, self._fast)
+        self._cuts: dict[frozenset[str], tuple[StillBody, Passes] | None] = {}  # by the names of what moves
 
     def _fast(self, function: Callable[P, T]) -> Callable[P, T]:
         return torch.compile(function, fullgraph=True, dynamic=False) if self._compiled else function
@@ -110,7 +118,7 @@ class CompiledArithmetic:
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
         parameters, sums = self._adapt(job, steps)
-        outer, loss = self._outer_gradient(parameters, job.task.query_inputs, job.task.query_labels)
+        outer, loss = self._whole.outer_gradient(parameters, job.task.query_inputs, job.task.query_labels)
         return JobGradient(outer, sums, loss)
 
     def _adaptation(self, job: Job, steps: int) -> Adaptation:
@@ -127,13 +135,34 @@ class CompiledArithmetic:
     def _adapt(self, job: Job, steps: int) -> tuple[Tensors, Tensors]:
         rates = rates_of(job)
         moving = {name: job.theta[name] for name in rates}
-        still = {name: value for name, value in job.theta.items() if name not in moving}
         sums = {name: torch.zeros_like(value) for name, value in moving.items()}
+        passes, still = self._for_inner_steps(job)
         for _ in range(steps):
-            moving, sums = self._inner_step(
+            moving, sums = passes.inner_step(
                 moving, sums, still, rates, job.task.support_inputs, job.task.support_labels
             )
-        return {**moving, **still}, sums
+        return {**job.theta, **moving}, sums
+
+    def _for_inner_steps(self, job: Job) -> tuple[Passes, Tensors]:
+        """Passes through as much of the network as inner steps need, and what does not move there."""
+        cut = self._cut(job)
+        if cut is None:
+            return self._whole, {name: value for name, value in job.theta.items() if name not in job.rates}
+        still_body, passes = cut
+        body, last = still_body.split(job.theta)
+        still = {name: value for name, value in last.items() if name not in job.rates}
+        return passes, {**still, FEATURES: still_body.features(body, job.task.support_inputs)}
+
+    def _cut(self, job: Job) -> tuple[StillBody, Passes] | None:
+        """Body and passes of the last layers, where inner steps change only those."""
+        moving = frozenset(job.rates)
+        if moving not in self._cuts:
+            last = last_layers(self._network, moving, job.theta, job.task.support_inputs)
+            self._cuts[moving] = None
+            if last is not None:
+                body = StillBody(self._network, last, self._call, self._fast)
+                self._cuts[moving] = body, Passes(body.outputs_of_last, self._clip_norm, self._fast)
+        return self._cuts[moving]
 
 
 def rates_of(job: Job) -> Tensors:

@@ -82,8 +82,10 @@ class Conv4OnCPU:
         weights = dict(job.theta)
         sums = {name: torch.zeros_like(weights[name]) for name in job.rates}
         support = support or Patches(job.task.support_inputs)
+        only_head = all(name.startswith("head.") for name in job.rates)
+        forward = None
         for _ in range(steps):
-            forward = self._forward(weights, support)
+            forward = self._forward(weights, support, forward if only_head else None)
             if logits is not None:
                 logits.append(forward.logits)
             gradients = forward.gradients(job.task.support_labels, job.rates)
@@ -92,8 +94,8 @@ class Conv4OnCPU:
                 sums[name] += gradient
         return weights, sums
 
-    def _forward(self, weights: Tensors, patches: "Patches") -> "Pass":
-        return Pass({**self._parameters, **weights}, patches, self._eps)
+    def _forward(self, weights: Tensors, patches: "Patches", before: "Pass | None" = None) -> "Pass":
+        return Pass({**self._parameters, **weights}, patches, self._eps, before)
 
 
 class Patches:
@@ -122,12 +124,15 @@ class Block:
 
 
 class Pass:
-    """A pass of a batch through the network, and its way back."""
+    """A pass of a batch through the network, and its way back.
 
-    def __init__(self, weights: Tensors, patches: Patches, eps: float):
+    ``before`` is an earlier one through the same blocks, which then need not be passed again.
+    """
+
+    def __init__(self, weights: Tensors, patches: Patches, eps: float, before: "Pass | None" = None):
         self.weights, self.patches = weights, patches
-        self.blocks: list[Block] = []
-        for number in BLOCKS:
+        self.blocks: list[Block] = before.blocks if before is not None else []
+        for number in BLOCKS[len(self.blocks) :]:
             self.blocks.append(self._first(eps) if number == 1 else self._later(number, eps))
         self.features = self.blocks[-1].outputs.flatten(1)
         self.logits = F.linear(self.features, weights["head.weight"], weights.get("head.bias"))

@@ -11,24 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, jvp
 
-from wheretolearn.engine.compiled import CompiledArithmetic, rates_of, silent_compiler
+from wheretolearn.engine.compiled import CompiledArithmetic, Passes, rates_of, silent_compiler
 from wheretolearn.engine.graphed import Job, JobGradient, Precision, Tensors
+from wheretolearn.engine.still_body import FEATURES, Fast
 from wheretolearn.inner_loop import clipped
 
+ProductAndGradients = tuple[Tensor, Tensors]  # the compiler stumbles over this where a function inside one says it
 
-class SecondOrderArithmetic(CompiledArithmetic):
-    """Adapts as the first-order arithmetic does."""
 
-    def __init__(
-        self, model: nn.Module, clip_norm: float | None = None, precision: Precision = "float32", compiled: bool = True
-    ):
-        super().__init__(model, clip_norm, precision, compiled)
+class HessianProducts:
+    """Of the inner loss that some passes descend on."""
 
+    def __init__(self, passes: Passes, clip_norm: float | None, fast: Fast):
         def backward(weights: Tensors, cotangent: Tensors, inputs: Tensor, labels: Tensor) -> tuple[Tensors, Tensors]:
-            def product(weights: Tensors) -> tuple[Tensor, Tensors]:
+            def product(weights: Tensors) -> ProductAndGradients:
                 moving = {name: weights[name] for name in cotangent}
                 still = {name: tensor for name, tensor in weights.items() if name not in cotangent}
-                gradients = clipped(self._gradient_of_moving(moving, still, inputs, labels)[0], clip_norm)
+                gradients = clipped(passes.gradient_of_moving(moving, still, inputs, labels)[0], clip_norm)
                 return torch.stack([(gradients[name] * cotangent[name]).sum() for name in cotangent]).sum(), gradients
 
             back, gradients = grad(product, has_aux=True)(weights)
@@ -38,19 +37,19 @@ class SecondOrderArithmetic(CompiledArithmetic):
             """The Hessian is symmetric: this is how the gradient changes when weights move along the cotangent."""
 
             def gradient(weights: Tensors) -> Tensors:
-                found: Tensors = self._gradient_of_moving(weights, {}, inputs, labels)[0]
+                found: Tensors = passes.gradient_of_moving(weights, {}, inputs, labels)[0]
                 return found
 
             direction = {name: cotangent.get(name, torch.zeros_like(tensor)) for name, tensor in weights.items()}
             gradients, back = jvp(gradient, (weights,), (direction,))[:2]
             return back, {name: gradients[name] for name in cotangent}
 
-        self._forward, self._backward = self._fast(forward), self._fast(backward)
+        self._forward, self._backward = fast(forward), fast(backward)
         self._can_go_forward: bool | None = None if clip_norm is None else False  # None: not tried yet
         with silent_compiler():  # the first use of forward mode loads its rules, with remarks about torch.jit
             jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
 
-    def _pulled_back(
+    def pulled_back(
         self, weights: Tensors, cotangent: Tensors, inputs: Tensor, labels: Tensor
     ) -> tuple[Tensors, Tensors]:
         """(dg/dweights)^T cotangent, for all weights, moving or still; and the inner gradient g itself.
@@ -72,22 +71,43 @@ class SecondOrderArithmetic(CompiledArithmetic):
             return False
         return True
 
+
+class SecondOrderArithmetic(CompiledArithmetic):
+    """Adapts as the first-order arithmetic does."""
+
+    def __init__(
+        self, model: nn.Module, clip_norm: float | None = None, precision: Precision = "float32", compiled: bool = True
+    ):
+        super().__init__(model, clip_norm, precision, compiled)
+        self._products: dict[Passes, HessianProducts] = {}
+
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
         task = job.task
         rates = rates_of(job)
-        still = {name: tensor for name, tensor in job.theta.items() if name not in rates}
         moving = {name: job.theta[name] for name in rates}
         sums = {name: torch.zeros_like(tensor) for name, tensor in moving.items()}
+        passes, still = self._for_inner_steps(job)
         before = []
         for _ in range(steps):
             before.append(moving)
-            moving, sums = self._inner_step(moving, sums, still, rates, task.support_inputs, task.support_labels)
-        outer, loss = self._outer_gradient({**moving, **still}, task.query_inputs, task.query_labels)
+            moving, sums = passes.inner_step(moving, sums, still, rates, task.support_inputs, task.support_labels)
+        outer, loss = self._whole.outer_gradient({**job.theta, **moving}, task.query_inputs, task.query_labels)
+        if passes not in self._products:
+            self._products[passes] = HessianProducts(passes, self._clip_norm, self._fast)
         of_rates = {name: torch.zeros_like(rate) for name, rate in rates.items()}
+        of_weights = {name: outer.get(name, torch.zeros_like(tensor)) for name, tensor in {**moving, **still}.items()}
         for moving in reversed(before):
-            cotangent = {name: rate * outer[name] for name, rate in rates.items()}
-            weights = {**moving, **still}
-            back, gradients = self._pulled_back(weights, cotangent, task.support_inputs, task.support_labels)
-            of_rates = {name: total - outer[name] * gradients[name] for name, total in of_rates.items()}
-            outer = {name: gradient - back[name] for name, gradient in outer.items()}
+            cotangent = {name: rate * of_weights[name] for name, rate in rates.items()}
+            back, gradients = self._products[passes].pulled_back(
+                {**moving, **still}, cotangent, task.support_inputs, task.support_labels
+            )
+            of_rates = {name: total - of_weights[name] * gradients[name] for name, total in of_rates.items()}
+            of_weights = {name: gradient - back[name] for name, gradient in of_weights.items()}
+        outer = {**outer, **of_weights}
+        if (cut := self._cut(job)) is not None:
+            body = cut[0]
+            of_body = body.gradients(body.split(job.theta)[0], task.support_inputs, outer.pop(FEATURES))
+            outer = {
+                name: gradient + of_body[name] if name in of_body else gradient for name, gradient in outer.items()
+            }
         return JobGradient(outer, sums, loss, of_rates)
