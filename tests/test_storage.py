@@ -1,10 +1,12 @@
+import errno
+import fcntl
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +15,12 @@ from safetensors.torch import save_file
 
 from wheretolearn.errors import UserError
 from wheretolearn.storage import (
+    _open_locked,
     atomic_write,
     from_json,
     load_weights,
     read_json,
     save_weights,
-    this_process,
     to_json,
     write_json,
 )
@@ -71,13 +73,46 @@ def test_what_a_killed_writer_left_goes_with_the_next_write_of_that_file(tmp_pat
 
 def test_what_others_are_writing_stays(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    others = [f".file.{writer}-1.tmp" for writer in (this_process(), "1@another-machine", f"x@{platform.node()}")]
-    others.append(".file.1-1.tmp")  # of an early version, or somebody's own
-    for name in others:
-        (tmp_path / name).touch()
-    with atomic_write(path):
-        pass
-    assert names(tmp_path) == sorted([*others, "file"])
+    other = path.with_name(".file.1-1.tmp")  # by the name it could be of a process that died
+    mine = path.with_name(".file.mine.tmp")
+    mine.touch()
+    with _open_locked(other) as file:
+        write_json(path, 1)
+        file.write(b"2\n")
+        file.flush()
+        other.replace(path)
+    assert names(tmp_path) == [mine.name, "file"]
+    assert read_json(path) == 2
+
+
+def test_a_new_file_that_somebody_removes_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    flock, removed = fcntl.flock, []
+
+    def late(file: Any, operation: int) -> None:
+        if not removed:
+            (left,) = names(tmp_path)
+            (tmp_path / left).unlink()
+            removed.append(left)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    write_json(path, 1)
+    assert len(removed) == 1
+    assert read_json(path) == 1
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / ".file.1-1.tmp").touch()
+    write_json(tmp_path / "file", 1)
+    assert names(tmp_path) == [".file.1-1.tmp", "file"]
 
 
 def test_content_reaches_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +125,7 @@ def test_content_reaches_the_disk_before_the_name_does(tmp_path: Path, monkeypat
     assert events == ["fsync", "rename", "fsync"]
 
 
-@pytest.mark.parametrize("parent", ["missing", "file"])
+@pytest.mark.parametrize("parent", ["missing", "file", "x" * 300])
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, parent: str) -> None:
     (tmp_path / "file").write_text("")
     path = tmp_path / parent / "x"

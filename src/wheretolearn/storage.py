@@ -5,7 +5,8 @@ import hashlib
 import json
 import math
 import os
-import platform
+import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,9 @@ from torch import Tensor
 
 from wheretolearn.errors import MismatchError, UserError
 
+if sys.platform != "win32":
+    import fcntl
+
 _DIGEST_KEY = "sha256"
 _FLOAT_KEY = "$float"  # marks a number that JSON cannot write
 
@@ -30,22 +34,21 @@ _FLOAT_KEY = "$float"  # marks a number that JSON cannot write
 def atomic_write(path: str | PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file for writing that appears under `path` complete, or not at all.
 
-    The bytes go to a hidden neighbour, are forced to disk, and are renamed into place when the block ends. What a
-    killed process left of the same file goes.
+    The bytes go to a hidden neighbour, are forced to disk, and are renamed into place when the block ends. Neighbours
+    that killed writers of this file left are removed; what others are writing now is not touched.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{this_process()}-{threading.get_ident()}.tmp")
-    for other in path.parent.glob(f".{escape(path.name)}.*@*-*.tmp"):
-        writer = other.name.removeprefix(f".{path.name}.").rpartition("-")[0]
-        if has_ended(writer):
-            with suppress(OSError):
-                other.unlink()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        _remove_abandoned(path)
+        with _open_locked(temporary) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+            if sys.platform != "win32":  # while it is locked
+                temporary.replace(path)
+        if sys.platform == "win32":  # which has no such locks, and renames only what is closed
+            temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
@@ -54,29 +57,38 @@ def atomic_write(path: str | PathLike[str]) -> Iterator[BinaryIO]:
             temporary.unlink()
 
 
+def _open_locked(path: Path) -> BinaryIO:
+    """A new file with a lock, which its process cannot outlive: so others can tell it from one left behind."""
+    while True:
+        file = path.open("wb")
+        if sys.platform == "win32":
+            return file
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass  # taken for one left behind, and removed, before it was locked
+        except OSError:
+            return file  # a file system without locks
+        file.close()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Delete what writers of a file left behind when they were killed."""
+    if sys.platform == "win32":
+        return
+    for other in path.parent.glob(f".{escape(path.name)}.*.tmp"):
+        if re.fullmatch(r"\d+-\d+", other.name.removeprefix(f".{path.name}.").removesuffix(".tmp")):
+            with suppress(OSError), other.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                other.unlink()
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete what `atomic_write` left behind when its process was killed; only a sole writer may do so."""
     for leftover in folder.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
-
-
-def this_process() -> str:
-    """A name of this process for files that others may find: `has_ended` understands it."""
-    return f"{os.getpid()}@{platform.node()}"
-
-
-def has_ended(process: str) -> bool:
-    """Whether a process, by the name it gave itself, is known to run no more; another machine's never is."""
-    number, _, machine = process.partition("@")
-    if machine != platform.node() or not number.isdecimal() or os.name == "nt":  # signal 0 is no question there
-        return False
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return False
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

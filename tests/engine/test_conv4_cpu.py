@@ -96,6 +96,17 @@ def test_weights_without_rates_stay(selected):
     )
 
 
+def test_blocks_that_no_inner_step_changes_are_passed_once(monkeypatch):
+    passed = []
+    first = Pass._first
+    monkeypatch.setattr(Pass, "_first", lambda self, eps: (passed.append(1), first(self, eps))[1])
+    model = network()
+    for selected, passes in ((lambda name: "head" in name, 1 + 1), (lambda name: True, 3 + 1)):  # support, query
+        passed.clear()
+        Conv4OnCPU(model).meta_gradients([job_of(model, selected)], 3)
+        assert len(passed) == passes
+
+
 def test_a_job_is_left_as_it_was():
     model = network()
     job = job_of(model)

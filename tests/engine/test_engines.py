@@ -1,5 +1,6 @@
 """The fast engine against the readable one: same tasks, same updates."""
 
+import copy
 import warnings
 from dataclasses import replace
 
@@ -13,7 +14,6 @@ from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.eager import EagerEngine
 from wheretolearn.engine.graphed import GraphedEngine, _memory_of
 from wheretolearn.engine.second_order import SecondOrderArithmetic
-from wheretolearn.engine.still_body import last_layers
 from wheretolearn.engine.task import InnerLoop, Lane, Task
 from wheretolearn.errors import ConfigError, NonFiniteError
 from wheretolearn.fewshot.learner import MixedOptimizer
@@ -482,152 +482,89 @@ def test_a_ridge_head_is_solved_on_each_tasks_support_set():
     assert model.block1.conv.weight.grad.abs().max() > 0  # learned through the solve
 
 
-class Plain(nn.Module):
-    """Ends with ``classify``, which may be all that inner steps change."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, 2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
-        self.classify = nn.Sequential(nn.Linear(196, 6), nn.Tanh(), nn.Linear(6, 5))
-
-    def forward(self, x):
-        return self.classify(self.body(x))
-
-
-class Scaled(Plain):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-class Twice(Plain):
-    def forward(self, x):
-        features = self.body(x)
-        return self.classify(features + self.classify(features).mean())
-
-
-class Looked(Plain):
-    def forward(self, x):
-        return self.classify(self.body(x) * self.classify[0].weight.norm())
-
-
-class Noisy(Plain):
-    """Other features at every call, of the same mean."""
-
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.classify(self.body(x) * (1 + 0.1 * (-1) ** self.calls))
-
-
-class Named(Plain):
-    def forward(self, x):
-        return self.classify(input=self.body(x))
-
-
-class Tied(Plain):
-    """The weights of the last layers, which come first, are used before them too."""
-
-    def __init__(self):
-        super().__init__()
-        first = nn.Linear(196, 6)
-        second = nn.Linear(6, 5)
-        body = self.body
-        del self.body, self.classify
-        self.classify = nn.Sequential(first, nn.Tanh(), second)
-        self.body = body
-        self.again = nn.Linear(196, 6)
-        self.again.weight = first.weight
-
-    def forward(self, x):
-        features = self.body(x)
-        return self.classify(features + self.again(features).sum())
-
-
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.network = Plain()
-
-    def forward(self, x):
-        return self.network(x)
-
-
-def lane_of(model, select, device="cpu", **inner):
-    model = model.to(device, torch.float64)
-    mask = masks.linear(model, select=select, generator=torch.Generator().manual_seed(1)).to(torch.float64)
+def lane_that_adapts(select, model=None, device="cpu", dtype=torch.float64, **inner):
+    """With rates of their own for what is selected."""
+    model = (model or models.build("conv4", ways=5, channels=1, size=16, width=4, seed=0)).to(device, dtype)
+    mask = masks.linear(model, select=select, generator=torch.Generator().manual_seed(1)).to(dtype)
     optimizer = torch.optim.Adam([*model.parameters(), *mask.parameters()], 1e-2, capturable=device == "cuda")
     settings = InnerLoop(**{"steps": 4, "inner_lr": 0.3, **inner})
-    return Lane(model, mask, optimizer, lambda step: tasks_of(step, device, torch.float64, count=2), settings)
+    return Lane(model, mask, optimizer, lambda step: tasks_of(step, device, dtype, count=2), settings)
 
 
-def assert_same_training(lanes, engine):
+def assert_same_training(lanes):
     run(EagerEngine([lanes[0]]))
-    run(engine)
+    run(graphed([lanes[1]]))
     assert_same(*((lane.model, lane.mask, None, [0.0]) for lane in lanes), 1e-8)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("order", ["first", "second"])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-@pytest.mark.parametrize(
-    ("make", "select"),
-    [(Plain, ["classify.*"]), (Plain, ["classify.2.*"]), (Plain, ["classify.2.bias"]), (Plain, ["classify.*.weight"]),
-     (Nested, ["network.classify.*"])],
-)  # fmt: skip
-def test_a_still_body_runs_once_per_task_and_learns_as_ever(make, select, clip_norm, order, device, calls):
-    lanes = [lane_of(make(), select, device, order=order, clip_norm=clip_norm) for _ in range(2)]
-    engine = graphed([lanes[1]])
-    assert_same_training(lanes, engine)
+@pytest.mark.parametrize("select", ["head", ["head.weight"], ["head.bias"]])
+def test_where_only_the_head_adapts_the_body_sees_the_support_images_once(select, clip_norm, order, device, calls):
+    assert_same_training([lane_that_adapts(select, None, device, order=order, clip_norm=clip_norm) for _ in range(2)])
     if device == "cpu":  # a recorded step is replayed without Python
         assert calls.count("features") == 2 * 3  # tasks and outer steps
         assert calls.count("gradients") == (2 * 3 if order == "second" else 0)
         assert calls.count("inner_step") == 2 * 3 * 4
 
 
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_so_it_is_with_resnet12(order, calls):
+    lanes = [lane_that_adapts("head", models.build("resnet12", channels=1, seed=0), order=order) for _ in range(2)]
+    for lane in lanes:
+        lane.model.block1.conv1.weight.requires_grad_(False)  # frozen: in no job's theta
+    start = lanes[1].model.block1.conv1.weight.clone()
+    run(EagerEngine([lanes[0]]), steps=1)
+    run(graphed([lanes[1]]), steps=1)
+    assert_same(*((lane.model, lane.mask, None, [0.0]) for lane in lanes), 1e-8)
+    assert calls.count("features") == 2
+    assert torch.equal(lanes[1].model.block1.conv1.weight, start)
+
+
+class Scaled(models.Conv4):
+    def forward(self, x):
+        return super().forward(x) * self.head.weight.norm()
+
+
+def with_head(model, head):
+    model.head = head
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "select"),
-    [(Plain, ["body.*"]), (Plain, ["classify.0.*"]), (Plain, ["*"]), (Plain, ["*.0.weight"]), (Scaled, ["classify.*"]),
-     (Twice, ["classify.*"]), (Looked, ["classify.*"]), (Named, ["classify.*"]), (Tied, ["classify.*"])],
+    [(models.Conv4, "all"), (models.Conv4, ["block4.*", "head.*"]), (models.Conv4, ["block4.conv.weight"]),
+     (lambda **k: models.Conv4(**k, t_net=True), "head"), (Scaled, "head"),
+     (lambda **k: with_head(models.Conv4(**k), nn.Sequential(nn.Tanh(), nn.Linear(4, 5))), "head")],
 )  # fmt: skip
-def test_nothing_is_cut_where_inner_steps_change_what_comes_before(make, select, calls):
-    lanes = [lane_of(make(), select, order="second") for _ in range(2)]
-    engine = graphed([lanes[1]])
-    assert_same_training(lanes, engine)
+def test_the_body_is_left_out_only_where_nothing_else_can_change(make, select, calls):
+    torch.manual_seed(0)
+    model = make(ways=5, channels=1, size=16, width=4)
+    assert_same_training([lane_that_adapts(select, copy.deepcopy(model), order="second") for _ in range(2)])
     assert "features" not in calls
 
 
-def test_nothing_is_cut_where_the_body_has_noise_of_its_own():
-    for network, cut in ((Plain(), "classify"), (Noisy(), None)):
-        weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
-        assert last_layers(network, ["classify.0.weight", "classify.2.bias"], weights, torch.rand(3, 1, 16, 16)) == cut
-
-
-def test_jobs_with_and_without_a_still_body_go_side_by_side():
-    lanes = [lane_of(Plain(), select, order="second") for select in (["*"], ["classify.*"])]
-    alone = [lane_of(Plain(), select, order="second") for select in (["*"], ["classify.*"])]
-    run(graphed(lanes))
-    for lane, own in zip(lanes, alone, strict=True):
+def test_jobs_with_and_without_the_body_go_side_by_side():
+    together, alone = ([lane_that_adapts(select, order="second") for select in ("all", "head")] for _ in range(2))
+    run(graphed(together))
+    for lane, own in zip(together, alone, strict=True):
         run(graphed([own]))
-        for one, two in zip(lane.model.parameters(), own.model.parameters(), strict=True):
-            torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+        assert_same(*((each.model, each.mask, None, [0.0]) for each in (lane, own)), 1e-12)
 
 
-def test_frozen_weights_of_the_body_stay_as_they_are():
-    lanes = [lane_of(Plain(), ["classify.*"], order="second") for _ in range(2)]
-    for lane in lanes:
-        lane.model.body[0].weight.requires_grad_(False)
-    before = lanes[1].model.body[0].weight.clone()
-    assert_same_training(lanes, graphed([lanes[1]]))
-    assert torch.equal(lanes[1].model.body[0].weight, before)
+def test_without_inner_steps_the_body_sees_no_support_images(calls):
+    assert_same_training([lane_that_adapts("head", order="second", steps=0) for _ in range(2)])
+    lane = lane_that_adapts("head")
+    GraphedEngine([lane], CompiledArithmetic(lane.model)).evaluator(0).accuracies(lane.draw(0), 0)
+    assert "features" not in calls
 
 
-def test_evaluation_follows_the_model():
-    lane = lane_of(Plain(), ["classify.*"])
-    evaluators = [make_evaluator(lane.model, lane.mask, lane.inner, kind=kind) for kind in ("eager", "graphed")]
-    for scale in (1, 3):
-        with torch.no_grad():
-            lane.model.body[0].weight.mul_(scale).add_(0.1)
-        tasks = tasks_of(3, "cpu", torch.float64)
-        torch.testing.assert_close(*(each.probabilities(tasks, 5) for each in evaluators), rtol=0, atol=1e-10)
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_networks_in_half_precision_whose_head_alone_adapts(order, calls):
+    losses = [
+        run(graphed([lane_that_adapts("head", dtype=dtype, order=order)])) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert "features" in calls
+    for exact, rounded in zip(*losses, strict=True):
+        assert rounded == pytest.approx(exact, rel=0.1)

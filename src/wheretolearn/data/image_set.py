@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wheretolearn.errors import DataError
-from wheretolearn.storage import has_ended, sync_folder, this_process
+from wheretolearn.storage import sync_folder
 from wheretolearn.version import __version__
 
 Images = npt.NDArray[np.uint8]
@@ -140,7 +141,7 @@ def temporary_folder(root: Path, label: str) -> Iterator[Path]:
     for entry in root.glob(".*.tmp-*"):
         if _is_leftover(entry):
             shutil.rmtree(entry, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{label}.tmp-{this_process()}-", dir=root))
+    folder = Path(tempfile.mkdtemp(prefix=f".{label}.tmp-{os.getpid()}@{platform.node()}-", dir=root))
     try:
         yield folder
     finally:
@@ -389,15 +390,27 @@ def _restore(target: Path) -> None:
 
 def _is_leftover(folder: Path) -> bool:
     """Whether a temporary folder's process is dead; of another machine's, only its age can tell."""
-    named = re.fullmatch(r"\..+\.tmp-(\d+@.*)-[a-z0-9_]+", folder.name)
+    named = re.fullmatch(r"\..+\.tmp-(\d+)@(.*)-[a-z0-9_]+", folder.name)
     if named is None:
         return False
-    if has_ended(named[1]):
+    if named[2] == platform.node() and not _is_running(int(named[1])):
         return True
     try:
         return time.time() - folder.stat().st_mtime > STALE_SECONDS
     except OSError:  # its process has just removed it
         return False
+
+
+def _is_running(process: int) -> bool:
+    if os.name == "nt":  # signal 0 is not a question there
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def _damaged(file: Path, reason: str) -> DataError:

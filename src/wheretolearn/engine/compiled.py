@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +26,10 @@ from wheretolearn.engine.graphed import (
     matrix_precision,
     new_stream,
 )
-from wheretolearn.engine.still_body import FEATURES, Fast, StillBody, last_layers
+from wheretolearn.engine.still_body import FEATURES, Fast, P, StillBody, body_and_head, only_head_moves
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.inner_loop import clipped
 from wheretolearn.masks import GradientMask
-
-P = ParamSpec("P")
 
 
 def unsupported(model: nn.Module, mask: GradientMask, inner: InnerLoop) -> str | None:
@@ -49,11 +46,11 @@ def unsupported(model: nn.Module, mask: GradientMask, inner: InnerLoop) -> str |
 
 
 class Passes:
-    """The gradients of a network, or of its last layers, of which ``outputs_of`` gives the outputs."""
+    """Gradients of a network, or of its head alone, of which ``outputs_of`` gives the outputs."""
 
     def __init__(self, outputs_of: Callable[[Tensors, Tensor], Tensor], clip_norm: float | None, fast: Fast):
         def loss(moving: Tensors, still: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(outputs_of({**moving, **still}, inputs), labels)
+            return F.cross_entropy(_exact(outputs_of({**moving, **still}, inputs)), labels)
 
         gradient_of_moving = grad_and_value(loss)
 
@@ -78,8 +75,8 @@ class CompiledArithmetic:
     def __init__(
         self, model: nn.Module, clip_norm: float | None = None, precision: Precision = "float32", compiled: bool = True
     ):
-        self._network = copy.deepcopy(model)
-        batch_norm.fix_mode(self._network, "batch")  # no statistics to carry along
+        network = copy.deepcopy(model)
+        batch_norm.fix_mode(network, "batch")  # no statistics to carry along
         device = next(model.parameters()).device
         self.precision = precision
         self._clip_norm = clip_norm
@@ -89,12 +86,14 @@ class CompiledArithmetic:
         def call(module: nn.Module, weights: Tensors, inputs: Tensor) -> Tensor:
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
                 outputs: Tensor = functional_call(module, weights, (inputs,))
-            return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+            return outputs
 
-        self._call = call
-        self._outputs_of = partial(call, self._network)
-        self._whole = Passes(self._outputs_of, clip_norm, self._fast)
-        self._cuts: dict[frozenset[str], tuple[StillBody, Passes] | None] = {}  # by the names of what moves
+        def outputs_of(weights: Tensors, inputs: Tensor) -> Tensor:
+            return call(network, weights, inputs)
+
+        self._network, self._call, self._outputs_of = network, call, outputs_of
+        self._whole = Passes(outputs_of, clip_norm, self._fast)
+        self._still_body: tuple[StillBody, Passes] | None = None  # made for the first job that needs it
 
     def _fast(self, function: Callable[P, T]) -> Callable[P, T]:
         return torch.compile(function, fullgraph=True, dynamic=False) if self._compiled else function
@@ -109,7 +108,7 @@ class CompiledArithmetic:
         return self._streams.run([partial(self._adaptation, job, steps) for job in jobs])
 
     def logits(self, weights: Tensors, inputs: Tensor) -> Tensor:
-        return self._outputs_of(weights, inputs)
+        return _exact(self._outputs_of(weights, inputs))
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -123,46 +122,42 @@ class CompiledArithmetic:
 
     def _adaptation(self, job: Job, steps: int) -> Adaptation:
         task = job.task
-        before = F.softmax(self._outputs_of(job.theta, task.support_inputs), dim=1)
+        before = F.softmax(self.logits(job.theta, task.support_inputs), dim=1)
         parameters, _ = self._adapt(job, steps)
-        loss = F.cross_entropy(self._outputs_of(parameters, task.support_inputs), task.support_labels)
+        loss = F.cross_entropy(self.logits(parameters, task.support_inputs), task.support_labels)
         return Adaptation(before, {name: parameters[name] for name in job.rates}, loss)
 
     def _job_probabilities(self, job: Job, steps: int) -> Tensor:
         parameters, _ = self._adapt(job, steps)
-        return F.softmax(self._outputs_of(parameters, job.task.query_inputs), dim=1)
+        return F.softmax(self.logits(parameters, job.task.query_inputs), dim=1)
 
     def _adapt(self, job: Job, steps: int) -> tuple[Tensors, Tensors]:
         rates = rates_of(job)
         moving = {name: job.theta[name] for name in rates}
         sums = {name: torch.zeros_like(value) for name, value in moving.items()}
-        passes, still = self._for_inner_steps(job)
+        passes, still, _ = self._for_inner_steps(job, steps)
         for _ in range(steps):
             moving, sums = passes.inner_step(
                 moving, sums, still, rates, job.task.support_inputs, job.task.support_labels
             )
         return {**job.theta, **moving}, sums
 
-    def _for_inner_steps(self, job: Job) -> tuple[Passes, Tensors]:
-        """Passes through as much of the network as inner steps need, and what does not move there."""
-        cut = self._cut(job)
-        if cut is None:
-            return self._whole, {name: value for name, value in job.theta.items() if name not in job.rates}
-        still_body, passes = cut
-        body, last = still_body.split(job.theta)
-        still = {name: value for name, value in last.items() if name not in job.rates}
-        return passes, {**still, FEATURES: still_body.features(body, job.task.support_inputs)}
+    def _for_inner_steps(self, job: Job, steps: int) -> tuple[Passes, Tensors, StillBody | None]:
+        """Passes through as much of the network as needed, what does not move there, and the body if it is left out."""
+        if steps == 0 or not only_head_moves(self._network, job.rates):
+            return self._whole, {name: value for name, value in job.theta.items() if name not in job.rates}, None
+        if self._still_body is None:
+            made = StillBody(self._network, self._call, self._fast)
+            self._still_body = made, Passes(made.outputs_of_head, self._clip_norm, self._fast)
+        still_body, passes = self._still_body
+        body, head = body_and_head(job.theta)
+        still = {name: value for name, value in head.items() if name not in job.rates}
+        return passes, {**still, FEATURES: still_body.features(body, job.task.support_inputs)}, still_body
 
-    def _cut(self, job: Job) -> tuple[StillBody, Passes] | None:
-        """Body and passes of the last layers, where inner steps change only those."""
-        moving = frozenset(job.rates)
-        if moving not in self._cuts:
-            last = last_layers(self._network, moving, job.theta, job.task.support_inputs)
-            self._cuts[moving] = None
-            if last is not None:
-                body = StillBody(self._network, last, self._call, self._fast)
-                self._cuts[moving] = body, Passes(body.outputs_of_last, self._clip_norm, self._fast)
-        return self._cuts[moving]
+
+def _exact(outputs: Tensor) -> Tensor:
+    """In float32 or better."""
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 
 def rates_of(job: Job) -> Tensors:

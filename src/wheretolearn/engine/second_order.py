@@ -13,10 +13,11 @@ from torch.func import grad, jvp
 
 from wheretolearn.engine.compiled import CompiledArithmetic, Passes, rates_of, silent_compiler
 from wheretolearn.engine.graphed import Job, JobGradient, Precision, Tensors
-from wheretolearn.engine.still_body import FEATURES, Fast
+from wheretolearn.engine.still_body import FEATURES, Fast, body_and_head
 from wheretolearn.inner_loop import clipped
 
-ProductAndGradients = tuple[Tensor, Tensors]  # the compiler stumbles over this where a function inside one says it
+# A name, as the compiler cannot read `tuple[...]` in the signature of a function within a function.
+ProductAndGradients = tuple[Tensor, Tensors]
 
 
 class HessianProducts:
@@ -86,7 +87,7 @@ class SecondOrderArithmetic(CompiledArithmetic):
         rates = rates_of(job)
         moving = {name: job.theta[name] for name in rates}
         sums = {name: torch.zeros_like(tensor) for name, tensor in moving.items()}
-        passes, still = self._for_inner_steps(job)
+        passes, still, body = self._for_inner_steps(job, steps)
         before = []
         for _ in range(steps):
             before.append(moving)
@@ -104,10 +105,7 @@ class SecondOrderArithmetic(CompiledArithmetic):
             of_rates = {name: total - of_weights[name] * gradients[name] for name, total in of_rates.items()}
             of_weights = {name: gradient - back[name] for name, gradient in of_weights.items()}
         outer = {**outer, **of_weights}
-        if (cut := self._cut(job)) is not None:
-            body = cut[0]
-            of_body = body.gradients(body.split(job.theta)[0], task.support_inputs, outer.pop(FEATURES))
-            outer = {
-                name: gradient + of_body[name] if name in of_body else gradient for name, gradient in outer.items()
-            }
+        if body is not None:
+            of_body = body.gradients(body_and_head(job.theta)[0], task.support_inputs, outer.pop(FEATURES))
+            outer = {**outer, **{name: outer[name] + gradient for name, gradient in of_body.items()}}
         return JobGradient(outer, sums, loss, of_rates)
