@@ -545,6 +545,13 @@ def test_the_body_is_left_out_only_where_nothing_else_can_change(make, select, c
     assert "features" not in calls
 
 
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_inner_steps_that_may_change_nothing(order):
+    lanes = [new_lane("maml", "cpu", torch.float64, order=order) for _ in range(2)]
+    lanes = [replace(lane, mask=masks.fixed(lane.model, "none")) for lane in lanes]
+    assert_same_training(lanes)
+
+
 def test_jobs_with_and_without_the_body_go_side_by_side():
     together, alone = ([lane_that_adapts(select, order="second") for select in ("all", "head")] for _ in range(2))
     run(graphed(together))

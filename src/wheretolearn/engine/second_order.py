@@ -83,6 +83,8 @@ class SecondOrderArithmetic(CompiledArithmetic):
         self._products: dict[Passes, HessianProducts] = {}
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
+        if not job.rates:  # steps that change nothing are no way for a gradient
+            return super()._meta_gradient(job, steps)
         task = job.task
         rates = rates_of(job)
         moving = {name: job.theta[name] for name in rates}
@@ -96,7 +98,9 @@ class SecondOrderArithmetic(CompiledArithmetic):
         if passes not in self._products:
             self._products[passes] = HessianProducts(passes, self._clip_norm, self._fast)
         of_rates = {name: torch.zeros_like(rate) for name, rate in rates.items()}
-        of_weights = {name: outer.get(name, torch.zeros_like(tensor)) for name, tensor in {**moving, **still}.items()}
+        of_weights = {name: outer[name] for name in (*moving, *still) if name in outer}
+        if body is not None:
+            of_weights[FEATURES] = torch.zeros_like(still[FEATURES])
         for moving in reversed(before):
             cotangent = {name: rate * of_weights[name] for name, rate in rates.items()}
             back, gradients = self._products[passes].pulled_back(
@@ -104,8 +108,9 @@ class SecondOrderArithmetic(CompiledArithmetic):
             )
             of_rates = {name: total - of_weights[name] * gradients[name] for name, total in of_rates.items()}
             of_weights = {name: gradient - back[name] for name, gradient in of_weights.items()}
-        outer = {**outer, **of_weights}
         if body is not None:
-            of_body = body.gradients(body_and_head(job.theta)[0], task.support_inputs, outer.pop(FEATURES))
-            outer = {**outer, **{name: outer[name] + gradient for name, gradient in of_body.items()}}
+            to_features = of_weights.pop(FEATURES)
+            of_body = body.gradients(body_and_head(job.theta)[0], task.support_inputs, to_features)
+            of_weights |= {name: outer[name] + gradient for name, gradient in of_body.items()}
+        outer = {**outer, **of_weights}
         return JobGradient(outer, sums, loss, of_rates)
