@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from wheretolearn.errors import UserError
 from wheretolearn.storage import (
-    _open_locked,
+    _remove_abandoned,
     atomic_write,
     from_json,
     load_weights,
@@ -73,36 +73,63 @@ def test_what_a_killed_writer_left_goes_with_the_next_write_of_that_file(tmp_pat
 
 def test_what_others_are_writing_stays(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    other = path.with_name(".file.1-1.tmp")  # by the name it could be of a process that died
-    mine = path.with_name(".file.mine.tmp")
-    mine.touch()
-    with _open_locked(other) as file:
+    (tmp_path / ".file.mine.tmp").touch()
+    with atomic_write(path) as slow:
         write_json(path, 1)
-        file.write(b"2\n")
-        file.flush()
-        other.replace(path)
-    assert names(tmp_path) == [mine.name, "file"]
+        slow.write(b"2\n")
+    assert names(tmp_path) == [".file.mine.tmp", "file"]
     assert read_json(path) == 2
+
+
+def test_a_file_stays_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, tried = os.replace, []
+
+    def watched(source: Path, target: Path) -> None:
+        with source.open("r+b") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        tried.append(source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    write_json(tmp_path / "file", 1)
+    assert len(tried) == 1
 
 
 def test_a_new_file_that_somebody_removes_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "file"
     flock, removed = fcntl.flock, []
 
     def late(file: Any, operation: int) -> None:
         if not removed:
-            (left,) = names(tmp_path)
-            (tmp_path / left).unlink()
-            removed.append(left)
+            removed.append(file.name)
+            Path(file.name).unlink()
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    write_json(path, 1)
+    write_json(tmp_path / "file", 1)
     assert len(removed) == 1
-    assert read_json(path) == 1
+    assert read_json(tmp_path / "file") == 1
     assert names(tmp_path) == ["file"]
+
+
+def test_a_late_remover_meets_no_later_file_of_the_same_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opened a file that has its name by the time it can be locked; the writer is at its next."""
+    path = tmp_path / "file"
+    flock = fcntl.flock
+    first, second = atomic_write(path), atomic_write(path)
+    first.__enter__()
+
+    def late(file: Any, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.__exit__(None, None, None)
+        second.__enter__().write(b"2\n")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    _remove_abandoned(path)
+    second.__exit__(None, None, None)
+    assert read_json(path) == 2
 
 
 def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +137,9 @@ def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    (tmp_path / ".file.1-1.tmp").touch()
+    (tmp_path / ".file.0123456789abcdef.tmp").touch()
     write_json(tmp_path / "file", 1)
-    assert names(tmp_path) == [".file.1-1.tmp", "file"]
+    assert names(tmp_path) == [".file.0123456789abcdef.tmp", "file"]
 
 
 def test_content_reaches_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import re
+import secrets
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -35,43 +35,42 @@ def atomic_write(path: str | PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file for writing that appears under `path` complete, or not at all.
 
     The bytes go to a hidden neighbour, are forced to disk, and are renamed into place when the block ends. Neighbours
-    that killed writers of this file left are removed; what others are writing now is not touched.
+    that killed writers of this file left are removed, not those that others on this machine are writing.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         _remove_abandoned(path)
-        with _open_locked(temporary) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            if sys.platform != "win32":  # while it is locked
+        file = _open_neighbour(path)
+        temporary = Path(file.name)
+        try:
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                if sys.platform != "win32":  # before the lock goes: then others might remove it
+                    temporary.replace(path)
+            if sys.platform == "win32":  # where nothing is locked or removed, and only closed files can be renamed
                 temporary.replace(path)
-        if sys.platform == "win32":  # which has no such locks, and renames only what is closed
-            temporary.replace(path)
-        sync_folder(path.parent)
+            sync_folder(path.parent)
+        finally:
+            with suppress(OSError):  # usually gone by now
+                temporary.unlink()
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):  # usually gone by now; where it never was, the error above says why
-            temporary.unlink()
 
 
-def _open_locked(path: Path) -> BinaryIO:
-    """A new file with a lock, which its process cannot outlive: so others can tell it from one left behind."""
+def _open_neighbour(path: Path) -> BinaryIO:
+    """A new hidden file beside a path, under a lock that ends with this process: so others can tell if it is left."""
     while True:
-        file = path.open("wb")
+        neighbour = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        file = neighbour.open("xb")
         if sys.platform == "win32":
             return file
-        try:
+        with suppress(OSError):  # a file system without locks, where nothing is removed either
             fcntl.flock(file, fcntl.LOCK_EX)
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        except FileNotFoundError:
-            pass  # taken for one left behind, and removed, before it was locked
-        except OSError:
-            return file  # a file system without locks
-        file.close()
+        if neighbour.exists():
+            return file
+        file.close()  # taken for one that was left, and removed, before it was locked
 
 
 def _remove_abandoned(path: Path) -> None:
@@ -79,7 +78,7 @@ def _remove_abandoned(path: Path) -> None:
     if sys.platform == "win32":
         return
     for other in path.parent.glob(f".{escape(path.name)}.*.tmp"):
-        if re.fullmatch(r"\d+-\d+", other.name.removeprefix(f".{path.name}.").removesuffix(".tmp")):
+        if re.fullmatch(r"[0-9a-f]{16}", other.name.removeprefix(f".{path.name}.").removesuffix(".tmp")):
             with suppress(OSError), other.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 other.unlink()

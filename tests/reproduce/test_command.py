@@ -249,7 +249,7 @@ def test_killed_twice_it_ends_with_the_records_of_a_straight_run(
     records = tmp_path / "results" / "quick" / "continual"
     records.mkdir(parents=True, exist_ok=True)
     name = next(name for name in contents(straight[0]) if name.startswith("table5.er."))
-    (records / f".{name}.{process.pid}-1.tmp").touch()  # as if it had been recording
+    (records / f".{name}.0123456789abcdef.tmp").touch()  # as if it had been recording
 
     done = run(tmp_path, *command)
     assert done.returncode == 0, done.stderr
