@@ -21,7 +21,7 @@ ProductAndGradients = tuple[Tensor, Tensors]
 
 
 class HessianProducts:
-    """Of the inner loss that some passes descend on."""
+    """Products of the inner loss's Hessian and a vector, for a network or for its head alone."""
 
     def __init__(self, passes: Passes, clip_norm: float | None, fast: Fast):
         def backward(weights: Tensors, cotangent: Tensors, inputs: Tensor, labels: Tensor) -> tuple[Tensors, Tensors]:
@@ -55,8 +55,8 @@ class HessianProducts:
     ) -> tuple[Tensors, Tensors]:
         """(dg/dweights)^T cotangent, for all weights, moving or still; and the inner gradient g itself.
 
-        Forward mode needs far fewer sums for batch norm, but takes no advantage of layers that stand still, and some
-        operations do not have it.
+        Forward mode needs far fewer sums for batch norm, but takes no advantage of weights that stand still (which the
+        features of a head are among), and some operations do not have it.
         """
         moving, all_of_them = (sum(tensor.numel() for tensor in some.values()) for some in (cotangent, weights))
         mostly_moving = 2 * moving >= all_of_them
@@ -83,7 +83,7 @@ class SecondOrderArithmetic(CompiledArithmetic):
         self._products: dict[Passes, HessianProducts] = {}
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
-        if not job.rates:  # steps that change nothing are no way for a gradient
+        if not job.rates:  # no step changes anything: there is nothing to differentiate through
             return super()._meta_gradient(job, steps)
         task = job.task
         rates = rates_of(job)
@@ -98,7 +98,7 @@ class SecondOrderArithmetic(CompiledArithmetic):
         if passes not in self._products:
             self._products[passes] = HessianProducts(passes, self._clip_norm, self._fast)
         of_rates = {name: torch.zeros_like(rate) for name, rate in rates.items()}
-        of_weights = {name: outer[name] for name in (*moving, *still) if name in outer}
+        of_weights = {name: outer[name] for name in (*moving, *still) if name != FEATURES}
         if body is not None:
             of_weights[FEATURES] = torch.zeros_like(still[FEATURES])
         for moving in reversed(before):

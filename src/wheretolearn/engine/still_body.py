@@ -37,7 +37,9 @@ def only_head_moves(network: nn.Module, moving: Collection[str]) -> bool:
     """Whether inner steps change nothing but the linear layer that a network is known to end with."""
     if type(network) not in (Conv4, ResNet12) or getattr(network, "head_transform", None) is not None:
         return False
-    return type(network.head) is nn.Linear and bool(moving) and all(name.startswith(_PREFIX) for name in moving)
+    if type(network.head) is not nn.Linear or network._forward_hooks:  # hooks may do anything to the head's outputs
+        return False
+    return bool(moving) and all(name.startswith(_PREFIX) for name in moving)
 
 
 class StillBody:
