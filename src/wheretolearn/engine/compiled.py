@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from wheretolearn import batch_norm
@@ -26,9 +26,9 @@ from wheretolearn.engine.graphed import (
     matrix_precision,
     new_stream,
 )
-from wheretolearn.engine.still_body import FEATURES, Fast, P, StillBody, body_and_head, only_head_moves
+from wheretolearn.engine.passes import P, Passes, exact
+from wheretolearn.engine.still_body import FEATURES, StillBody, body_and_head, only_head_moves
 from wheretolearn.engine.task import InnerLoop
-from wheretolearn.inner_loop import clipped
 from wheretolearn.masks import GradientMask
 
 
@@ -43,30 +43,6 @@ def unsupported(model: nn.Module, mask: GradientMask, inner: InnerLoop) -> str |
     if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()):
         return "dropout"
     return None
-
-
-class Passes:
-    """Gradients of a network, or of its head alone, of which ``outputs_of`` gives the outputs."""
-
-    def __init__(self, outputs_of: Callable[[Tensors, Tensor], Tensor], clip_norm: float | None, fast: Fast):
-        def loss(moving: Tensors, still: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(_exact(outputs_of({**moving, **still}, inputs)), labels)
-
-        gradient_of_moving = grad_and_value(loss)
-
-        def inner_step(
-            moving: Tensors, sums: Tensors, still: Tensors, rates: Tensors, inputs: Tensor, labels: Tensor
-        ) -> tuple[Tensors, Tensors]:
-            gradients = clipped(gradient_of_moving(moving, still, inputs, labels)[0], clip_norm)
-            moved = {name: moving[name] - rates[name] * gradients[name] for name in moving}  # Eq. 4
-            return moved, {name: sums[name] + gradients[name] for name in moving}
-
-        def outer_gradient(parameters: Tensors, inputs: Tensor, labels: Tensor) -> tuple[Tensors, Tensor]:
-            gradients, value = gradient_of_moving(parameters, {}, inputs, labels)
-            return gradients, value
-
-        self.gradient_of_moving = gradient_of_moving
-        self.inner_step, self.outer_gradient = fast(inner_step), fast(outer_gradient)
 
 
 class CompiledArithmetic:
@@ -93,7 +69,7 @@ class CompiledArithmetic:
 
         self._network, self._call, self._outputs_of = network, call, outputs_of
         self._whole = Passes(outputs_of, clip_norm, self._fast)
-        self._still_body: tuple[StillBody, Passes] | None = None  # made for the first job that needs it
+        self._still_body: StillBody | None = None  # made for the first job that needs it
 
     def _fast(self, function: Callable[P, T]) -> Callable[P, T]:
         return torch.compile(function, fullgraph=True, dynamic=False) if self._compiled else function
@@ -108,7 +84,7 @@ class CompiledArithmetic:
         return self._streams.run([partial(self._adaptation, job, steps) for job in jobs])
 
     def logits(self, weights: Tensors, inputs: Tensor) -> Tensor:
-        return _exact(self._outputs_of(weights, inputs))
+        return exact(self._outputs_of(weights, inputs))
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -147,17 +123,11 @@ class CompiledArithmetic:
         if steps == 0 or not only_head_moves(self._network, job.rates):
             return self._whole, {name: value for name, value in job.theta.items() if name not in job.rates}, None
         if self._still_body is None:
-            made = StillBody(self._network, self._call, self._fast)
-            self._still_body = made, Passes(made.outputs_of_head, self._clip_norm, self._fast)
-        still_body, passes = self._still_body
+            self._still_body = StillBody(self._network, self._call, self._clip_norm, self._fast)
         body, head = body_and_head(job.theta)
         still = {name: value for name, value in head.items() if name not in job.rates}
-        return passes, {**still, FEATURES: still_body.features(body, job.task.support_inputs)}, still_body
-
-
-def _exact(outputs: Tensor) -> Tensor:
-    """In float32 or better."""
-    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        features = self._still_body.features(body, job.task.support_inputs)
+        return self._still_body.passes_of_head, {**still, FEATURES: features}, self._still_body
 
 
 def rates_of(job: Job) -> Tensors:

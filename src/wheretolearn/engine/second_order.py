@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, jvp
 
-from wheretolearn.engine.compiled import CompiledArithmetic, Passes, rates_of, silent_compiler
+from wheretolearn.engine.compiled import CompiledArithmetic, rates_of, silent_compiler
 from wheretolearn.engine.graphed import Job, JobGradient, Precision, Tensors
-from wheretolearn.engine.still_body import FEATURES, Fast, body_and_head
+from wheretolearn.engine.passes import Fast, Passes
+from wheretolearn.engine.still_body import FEATURES, body_and_head
 from wheretolearn.inner_loop import clipped
 
 # A name, as the compiler cannot read `tuple[...]` in the signature of a function within a function.

@@ -5,32 +5,25 @@ there a gradient finds it that goes through the inner steps, and on to the layer
 """
 
 import copy
-from collections.abc import Callable, Collection
-from typing import ParamSpec, Protocol
+from collections.abc import Collection
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.func import grad
 
-from wheretolearn.engine.graphed import T, Tensors
+from wheretolearn.engine.graphed import Tensors
+from wheretolearn.engine.passes import Fast, Passes
 from wheretolearn.models.conv4 import Conv4
 from wheretolearn.models.resnet12 import ResNet12
 
 FEATURES = "features of the support images"  # no parameter has such a name
 _PREFIX = "head."
 
-P = ParamSpec("P")
-
 
 class Call(Protocol):
     """How an arithmetic calls a module, in its precision."""
 
     def __call__(self, module: nn.Module, weights: Tensors, inputs: Tensor) -> Tensor: ...
-
-
-class Fast(Protocol):
-    """How an arithmetic makes a function fast: the same function, perhaps compiled."""
-
-    def __call__(self, function: Callable[P, T], /) -> Callable[P, T]: ...
 
 
 def only_head_moves(network: nn.Module, moving: Collection[str]) -> bool:
@@ -45,7 +38,7 @@ def only_head_moves(network: nn.Module, moving: Collection[str]) -> bool:
 class StillBody:
     """A network cut in two before its head."""
 
-    def __init__(self, network: nn.Module, call: Call, fast: Fast):
+    def __init__(self, network: nn.Module, call: Call, clip_norm: float | None, fast: Fast):
         head = network.get_submodule("head")
         body = copy.deepcopy(network)
         body.set_submodule("head", nn.Identity())
@@ -57,13 +50,13 @@ class StillBody:
             found: Tensors = grad(lambda own: (features(own, images) * to_features).sum())(weights)
             return found
 
-        def outputs_of_head(weights: Tensors, images: Tensor) -> Tensor:
+        def outputs_of_head(weights: Tensors, images: Tensor) -> Tensor:  # of the features, not of the images
             own = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items() if name != FEATURES}
             return call(head, own, weights[FEATURES])
 
         self.features = fast(features)  # what the body makes of images
         self.gradients = fast(gradients)  # of the body's weights, given those of the features
-        self.outputs_of_head = outputs_of_head  # the features are among the weights: images are not looked at
+        self.passes_of_head = Passes(outputs_of_head, clip_norm, fast)  # with the features among the weights
 
 
 def body_and_head(weights: Tensors) -> tuple[Tensors, Tensors]:
