@@ -3,6 +3,7 @@
 import copy
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -124,9 +125,11 @@ def test_graphed_equals_eager_in_second_order(device, mask_kind, clip_norm):
 def calls(monkeypatch):
     """Names of the functions that engines of first and second order would compile, as they return."""
     names = []
+    make_fast = CompiledArithmetic._fast
 
     def fast(self, function):
-        traced = torch.compile(function, fullgraph=True, dynamic=False, backend="eager") if self.traced else function
+        self._compiled = self.traced
+        traced = make_fast(self, function)
 
         def called(*arguments):
             result = traced(*arguments)
@@ -135,6 +138,7 @@ def calls(monkeypatch):
 
         return called
 
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(CompiledArithmetic, "_fast", fast)
     monkeypatch.setattr(CompiledArithmetic, "traced", False, raising=False)
     return names
@@ -158,6 +162,15 @@ def test_all_that_is_compiled_is_traced_whole_and_computes_the_same(
     run(graphed([lanes[1]]), steps=2)
     assert set(calls) == {"inner_step", "outer_gradient"} | way
     assert_same(*((lane.model, lane.mask, None, [0.0]) for lane in lanes), 1e-9)
+
+
+def test_one_process_can_compile_for_many_kinds_of_training(calls, monkeypatch):
+    """The compiler by itself refuses, with an error, to keep many versions of a function."""
+    monkeypatch.setattr(torch.compiler.config, "recompile_limit", 1)
+    monkeypatch.setattr(CompiledArithmetic, "traced", True)
+    for order in ("first", "second"):
+        for dtype in (torch.float64, torch.float32):
+            run(graphed([new_lane("anil", "cpu", dtype, order=order, steps=1)]), steps=1)
 
 
 class Square(torch.autograd.Function):

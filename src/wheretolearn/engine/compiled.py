@@ -72,7 +72,16 @@ class CompiledArithmetic:
         self._still_body: StillBody | None = None  # made for the first job that needs it
 
     def _fast(self, function: Callable[P, T]) -> Callable[P, T]:
-        return torch.compile(function, fullgraph=True, dynamic=False) if self._compiled else function
+        if not self._compiled:
+            return function
+        compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+        def call(*arguments: P.args, **named: P.kwargs) -> T:
+            # All engines share a function's compiled versions; by default, more than 8 kinds of training are an error.
+            with torch.compiler.config.patch(recompile_limit=256):  # type: ignore[attr-defined]
+                return compiled(*arguments, **named)
+
+        return call
 
     def meta_gradients(self, jobs: Sequence[Job], steps: int) -> list[JobGradient]:
         return self._streams.run([partial(self._meta_gradient, job, steps) for job in jobs])
