@@ -170,7 +170,9 @@ def test_one_process_can_compile_for_many_kinds_of_training(calls, monkeypatch):
     monkeypatch.setattr(CompiledArithmetic, "traced", True)
     for order in ("first", "second"):
         for dtype in (torch.float64, torch.float32):
-            run(graphed([new_lane("anil", "cpu", dtype, order=order, steps=1)]), steps=1)
+            engine = graphed([new_lane("anil", "cpu", dtype, order=order, steps=1)])
+            with engine.arithmetic.settings():  # as where steps are recorded
+                run(engine, steps=1)
 
 
 class Square(torch.autograd.Function):

@@ -72,16 +72,7 @@ class CompiledArithmetic:
         self._still_body: StillBody | None = None  # made for the first job that needs it
 
     def _fast(self, function: Callable[P, T]) -> Callable[P, T]:
-        if not self._compiled:
-            return function
-        compiled = torch.compile(function, fullgraph=True, dynamic=False)
-
-        def call(*arguments: P.args, **named: P.kwargs) -> T:
-            # All engines share a function's compiled versions; by default, more than 8 kinds of training are an error.
-            with torch.compiler.config.patch(recompile_limit=256):  # type: ignore[attr-defined]
-                return compiled(*arguments, **named)
-
-        return call
+        return torch.compile(function, fullgraph=True, dynamic=False) if self._compiled else function
 
     def meta_gradients(self, jobs: Sequence[Job], steps: int) -> list[JobGradient]:
         return self._streams.run([partial(self._meta_gradient, job, steps) for job in jobs])
@@ -97,7 +88,7 @@ class CompiledArithmetic:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        with matrix_precision(self.precision), silent_compiler() if self._compiled else nullcontext():
+        with matrix_precision(self.precision), compiler_settings() if self._compiled else nullcontext():
             yield
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
@@ -142,6 +133,13 @@ class CompiledArithmetic:
 def rates_of(job: Job) -> Tensors:
     """Full tensors, laid out like the weights: the compiler stumbles over expanded ones, and pays for other layouts."""
     return {name: torch.empty_like(job.theta[name], dtype=rate.dtype).copy_(rate) for name, rate in job.rates.items()}
+
+
+@contextmanager
+def compiler_settings() -> Iterator[None]:
+    # All engines share a function's compiled versions; by default, more than 8 kinds of training are an error.
+    with silent_compiler(), torch.compiler.config.patch(recompile_limit=256):  # type: ignore[attr-defined]
+        yield
 
 
 @contextmanager
