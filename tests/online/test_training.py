@@ -236,9 +236,15 @@ def test_a_run_that_diverges_says_so_and_does_not_keep_others_from_their_ends(ma
     good = make_run("good", learner="online-adam")
     with pytest.raises(NonFiniteError, match=r"(?s)1 of 2 runs failed:.*bad: predictions are not finite at step") as e:
         train_together([bad, good])
-    assert "Checkpoints saved before are good" in str(e.value)
+    assert "use a smaller lr. Checkpoints saved before are good" in str(e.value)
     assert finished(good)
     assert not finished(bad)
+
+
+def test_a_run_that_diverges_names_the_rates_that_its_learner_has(make_run):
+    run = make_run(learner="metabgd", inner_steps=1, samples=1, mean_eta=1e30)
+    with run, pytest.raises(NonFiniteError, match=r"use a smaller inner_lr or mean_eta\."):
+        train(run)
 
 
 def test_a_loss_that_the_learner_finds_not_finite_names_run_and_step(make_run):

@@ -282,9 +282,10 @@ class _Member:
         right = self.right[: self.done].cpu()
         bad = (right == DIVERGED).nonzero()
         if len(bad):
+            rates = [name for name in ("lr", "inner_lr", "mask_lr", "mean_eta") if name not in self.config.unused]
             raise NonFiniteError(
-                f"{self.run.path}: predictions are not finite at step {int(bad[0]) + 1}; use a smaller lr, inner_lr or "
-                f"mask_lr. {GOOD}"
+                f"{self.run.path}: predictions are not finite at step {int(bad[0]) + 1}; in a new run, use a smaller "
+                f"{' or '.join(rates)}. {GOOD}"
             )
         return right
 
