@@ -10,7 +10,7 @@ from wheretolearn.data.random_bits import normal
 from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.second_order import SecondOrderArithmetic
 from wheretolearn.errors import ConfigError
-from wheretolearn.online.learners.bgd import BGD, updated
+from wheretolearn.online.learners.bgd import BGD, shortened, updated
 from wheretolearn.online.learners.bgd_inner import GatesInner, WeightsInner
 
 MEAN_ETA, STD, SAMPLES, SEED = 3.0, 0.05, 4, 11
@@ -149,6 +149,32 @@ def test_steps_equal_a_hand_transcription_with_the_same_noise(kind, order, by_an
         theta = {name: tensor.clone().requires_grad_() for name, tensor in mean.items()}
         logits = functional_call(model, adapt(model, theta, batch, False), (batch[0],))
         torch.testing.assert_close(learner.predict(batch[0]), logits.detach(), rtol=1e-9, atol=1e-11)
+
+
+def test_long_gradients_are_shortened_and_those_that_are_not_finite_count_for_nothing():
+    found = shortened(torch.tensor([[3.0, 4.0], [0.3, -0.4], [torch.inf, 1.0], [1.0, torch.nan]]), 2.0)
+    torch.testing.assert_close(found, torch.tensor([[1.2, 1.6], [0.3, -0.4], [0.0, 0.0], [0.0, 0.0]]))
+
+
+def test_a_bound_on_gradients_bounds_the_update():
+    def made(clip_norm):
+        settings = {"mean_eta": MEAN_ETA, "initial_std": STD, "samples": SAMPLES, "seed": SEED, "clip_norm": clip_norm}
+        return BGD(small_network(), **settings)
+
+    free, loose, tight = made(None), made(1e6), made(0.1)
+    before = free.mean.clone()
+    for learner in (free, loose, tight):
+        learner.observe(*next(batches(1)))
+    torch.testing.assert_close(loose.mean, free.mean)
+    longest = MEAN_ETA * STD**2 * 0.1
+    assert 0 < (tight.mean - before).norm() <= longest * (1 + 1e-9)
+    assert (free.mean - before).norm() > 10 * longest
+
+    exploded = made(0.1)
+    exploded.gradient = lambda weights, support, query: torch.full_like(weights, torch.inf)
+    exploded.observe(*next(batches(1)))
+    torch.testing.assert_close(exploded.mean, before)
+    torch.testing.assert_close(exploded.std, torch.full_like(before, STD))
 
 
 def test_settings_that_cannot_work_are_refused():

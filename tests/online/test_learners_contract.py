@@ -32,8 +32,9 @@ def c_maml(variant):
     return make
 
 
-def bgd(inner=lambda model: None):
-    return lambda model: BGD(model, mean_eta=5.0, initial_std=0.02, samples=2, seed=3, inner=inner(model))
+def bgd(inner=lambda model: None, clip_norm=None):
+    settings = {"mean_eta": 5.0, "initial_std": 0.02, "samples": 2, "seed": 3, "clip_norm": clip_norm}
+    return lambda model: BGD(model, **settings, inner=inner(model))
 
 
 LEARNERS = {
@@ -45,7 +46,7 @@ LEARNERS = {
     "anil": lambda model: MAML(model, inner_steps=2, inner_lr=0.1, select="head"),
     "online-adam": lambda model: OnlineAdam(model, lr=0.01),
     "bgd": bgd(),
-    "metabgd": bgd(lambda model: WeightsInner(model, steps=2, lr=0.1)),
+    "metabgd": bgd(lambda model: WeightsInner(model, steps=2, lr=0.1), clip_norm=4.0),
     "metacog": bgd(lambda model: GatesInner(model, steps=2, lr=0.1, l1=0.01)),
 }
 FROZEN = ("maml", "anil")  # they start from the weights they are given, and only adapt

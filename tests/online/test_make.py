@@ -19,7 +19,7 @@ from wheretolearn.online.learners.online_adam import OnlineAdam
 SETTINGS = OnlineConfig(
     width=4, lr=0.02, inner_steps=3, inner_lr=0.25, mask_lr=0.07, mask_init="kaiming", switch_margin=0.9,
     update_scale=0.6, buffer=7, restart="next batch", mean_eta=4.0, initial_std=0.03, samples=2, l1=0.2, logit_init=0.8,
-    order="second",
+    clip_norm=9.0, order="second",
 )  # fmt: skip
 SHAPE = (16, 16, 1)
 
@@ -38,7 +38,7 @@ def rates_of(optimizer):
 def test_no_setting_of_these_tests_is_the_default():
     defaults = OnlineConfig()
     names = "width lr inner_steps inner_lr mask_lr switch_margin update_scale buffer mean_eta initial_std samples l1"
-    for name in [*names.split(), "restart", "logit_init", "order"]:
+    for name in [*names.split(), "restart", "logit_init", "clip_norm", "order"]:
         assert getattr(SETTINGS, name) != getattr(defaults, name), name
 
 
@@ -91,7 +91,7 @@ def test_online_adam():
 def test_bgd_and_its_kin(kind):
     model, learner = made(kind)
     assert type(learner) is BGD
-    assert (learner.mean_eta, learner.samples, learner.seed) == (4.0, 2, 5)
+    assert (learner.mean_eta, learner.samples, learner.clip_norm, learner.seed) == (4.0, 2, 9.0, 5)
     assert learner.std.unique().tolist() == pytest.approx([0.03])
     inner = learner.inner
     if kind == "bgd":

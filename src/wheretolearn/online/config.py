@@ -81,6 +81,9 @@ class OnlineConfig:
     mean_eta: float = setting(10.0, "bgd and its kin: learning rate of the means")
     initial_std: float = setting(0.01, "bgd and its kin: standard deviation of every weight at the start")
     samples: int = setting(5, "bgd and its kin: Monte Carlo samples for each update")
+    clip_norm: float | None = setting(
+        None, "bgd and its kin: bound on the norm of each sample's gradient, which is of the sum over a batch"
+    )
     l1: float = setting(0.1, "metacog: strength of the L1 penalty on its mask")
     logit_init: float = setting(0.5, "metacog: mask logits at the start of every inner loop")
 
@@ -141,15 +144,16 @@ class OnlineConfig:
         """Settings that have no effect on this learner."""
         pretraining = {field.name for field in fields(self) if field.name.startswith("pretrain_")}
         inner_loop = {"inner_steps", "inner_lr", "adapt_norm"}
-        of_some = inner_loop | pretraining | {"lr", "order", "mean_eta", "initial_std", "samples", "l1", "logit_init"}
+        bgd = {"mean_eta", "initial_std", "samples", "clip_norm"}
+        of_some = inner_loop | pretraining | bgd | {"lr", "order", "l1", "logit_init"}
         of_some |= {"mask_lr", "mask_init", "switch_margin", "update_scale", "buffer", "restart"}
         used = {
             "online-adam": {"lr"},
             "maml": inner_loop,
             "anil": inner_loop,
-            "bgd": {"mean_eta", "initial_std", "samples"},
-            "metabgd": inner_loop | {"order", "mean_eta", "initial_std", "samples"},
-            "metacog": inner_loop | {"order", "mean_eta", "initial_std", "samples", "l1", "logit_init"},
+            "bgd": bgd,
+            "metabgd": inner_loop | bgd | {"order"},
+            "metacog": inner_loop | bgd | {"order", "l1", "logit_init"},
         }.get(self.learner, inner_loop | {"lr", "switch_margin", "update_scale", "buffer", "restart"})
         if self.learner in ("c-maml", *MASKED):
             used = used | {"mask_lr"}
@@ -163,8 +167,9 @@ class OnlineConfig:
 
     def _check_ranges(self) -> None:
         positive = (
-            "steps shots width lr inner_lr buffer mean_eta initial_std samples pretrain_classes pretrain_steps "
-            "pretrain_tasks pretrain_queries pretrain_validate_every pretrain_patience log_every checkpoint_every"
+            "steps shots width lr inner_lr buffer mean_eta initial_std samples clip_norm pretrain_classes "
+            "pretrain_steps pretrain_tasks pretrain_queries pretrain_validate_every pretrain_patience log_every "
+            "checkpoint_every"
         )
         for name in positive.split():
             if getattr(self, name) is not None and getattr(self, name) <= 0:

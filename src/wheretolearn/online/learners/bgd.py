@@ -27,6 +27,12 @@ def updated(mean: Tensor, std: Tensor, gradients: Tensor, noise: Tensor, mean_et
     return mean - mean_eta * std**2 * expected, std * ((1 + slope**2).sqrt() - slope)
 
 
+def shortened(gradients: Tensor, clip_norm: float) -> Tensor:
+    """Rows at most so long; one that is not finite counts for nothing."""
+    finite = gradients.isfinite().all(1, keepdim=True)
+    return gradients.where(finite, 0.0).renorm(2, 0, clip_norm)
+
+
 class BGD(OnlineLearner):
     """Predicts with the mean weights, adapted to the last batch where there is an inner loop."""
 
@@ -38,6 +44,7 @@ class BGD(OnlineLearner):
         initial_std: float,
         samples: int,
         seed: int,
+        clip_norm: float | None = None,
         inner: InnerLoop | None = None,
         arithmetic: Arithmetic | None = None,
     ):
@@ -49,7 +56,7 @@ class BGD(OnlineLearner):
         self.network, self.inner, self.seed = Network(model), inner, seed
         # An engine, of the inner loop's order, can take over plain inner steps; everything else is autograd's.
         self.arithmetic = arithmetic if isinstance(inner, WeightsInner) else None
-        self.mean_eta, self.samples = mean_eta, samples
+        self.mean_eta, self.samples, self.clip_norm = mean_eta, samples, clip_norm
         start = self.network.start()
         self.shapes = {name: tensor.shape for name, tensor in start.items()}
         self.mean = _flat(start)
@@ -74,6 +81,8 @@ class BGD(OnlineLearner):
             values = self._gradients(self.arithmetic, sampled, support, batch)
         else:
             values = torch.stack(self._streams.run([partial(self.gradient, row, support, batch) for row in sampled]))
+        if self.clip_norm is not None:
+            values = shortened(values, self.clip_norm)
         mean, std = updated(self.mean, self.std, values, noise, self.mean_eta)
         self.mean.copy_(mean)
         self.std.copy_(std)

@@ -33,6 +33,7 @@ def make_learner(
             initial_std=config.initial_std,
             samples=config.samples,
             seed=seed,
+            clip_norm=config.clip_norm,
             inner=_inner_loop(config, model),
             arithmetic=arithmetic,
         )
