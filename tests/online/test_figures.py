@@ -1,6 +1,7 @@
 """Figures of online runs: what is drawn is what was measured."""
 
 import csv
+import warnings
 
 import pytest
 from matplotlib.figure import Figure
@@ -52,6 +53,16 @@ def test_recovery_is_of_steps_after_a_change(tmp_path):
     groups = group_runs([read_run(make(tmp_path / "run"))])
     found = rows(recovery(groups), tmp_path)
     assert [(row["step_of_task"], float(row["accuracy_mean"])) for row in found] == [("1", 0.2), ("2", 0.4), ("3", 0.6)]
+
+
+def test_a_flat_line_is_drawn_without_a_warning(tmp_path):
+    with RunFolder.create(tmp_path / "run", to_dict(OnlineConfig(steps=1)), 0, "online") as run:
+        run.log(1, accuracy=0.5, accuracy_by_source={"letters": 0.5}, accuracies=[0.5], switches=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (group,) = group_runs([read_run(run)])
+        low, high = accuracy_by_source(group).figure.axes[0].get_ylim()
+    assert low < 0.5 < high
 
 
 def labels(figure: Figure):

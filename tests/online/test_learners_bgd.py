@@ -151,7 +151,23 @@ def test_steps_equal_a_hand_transcription_with_the_same_noise(kind, order, by_an
         torch.testing.assert_close(learner.predict(batch[0]), logits.detach(), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("gradient", [1e-3, 1.0, 1e6, 1e22, -1e-3, -1.0, -1e6, -1e22])
+def test_certainty_keeps_its_digits_in_single_precision(gradient):
+    single, double = (
+        updated(*(torch.full(shape, value, dtype=dtype) for shape, value in values), mean_eta=1.0)[1]
+        for dtype in (torch.float32, torch.float64)
+        for values in [[((1,), 0.0), ((1,), 0.01), ((1, 1), gradient), ((1, 1), 1.0)]]
+    )
+    published = 0.01 * ((1 + (gradient * 0.005) ** 2) ** 0.5 - gradient * 0.005)
+    assert single.item() == pytest.approx(double.item(), rel=1e-6)
+    if abs(gradient) < 1e4:  # where the published form itself has digits left
+        assert double.item() == pytest.approx(published, rel=1e-9)
+    assert 0 < single.item() < torch.inf
+
+
 def test_long_gradients_are_shortened_and_those_that_are_not_finite_count_for_nothing():
+    very_long = shortened(torch.full((1, 100), 1e30), 2.0)
+    torch.testing.assert_close(very_long, torch.full((1, 100), 0.2))
     found = shortened(torch.tensor([[3.0, 4.0], [0.3, -0.4], [torch.inf, 1.0], [1.0, torch.nan]]), 2.0)
     torch.testing.assert_close(found, torch.tensor([[1.2, 1.6], [0.3, -0.4], [0.0, 0.0], [0.0, 0.0]]))
 
@@ -169,6 +185,14 @@ def test_a_bound_on_gradients_bounds_the_update():
     longest = MEAN_ETA * STD**2 * 0.1
     assert 0 < (tight.mean - before).norm() <= longest * (1 + 1e-9)
     assert (free.mean - before).norm() > 10 * longest
+
+    by_engine = BGD(
+        small_network(), mean_eta=MEAN_ETA, initial_std=STD, samples=SAMPLES, seed=SEED, clip_norm=0.1,
+        inner=inner_loop("metabgd", small_network(), "second"),
+        arithmetic=SecondOrderArithmetic(small_network(), compiled=False),
+    )  # fmt: skip
+    by_engine.observe(*next(batches(1)))
+    assert 0 < (by_engine.mean - before).norm() <= longest * (1 + 1e-9)
 
     exploded = made(0.1)
     exploded.gradient = lambda weights, support, query: torch.full_like(weights, torch.inf)

@@ -137,6 +137,7 @@ def test_a_source_with_too_few_classes_or_images_is_named():
     [
         ({"p": 1.5}, "p must lie between 0 and 1, not 1.5"),
         ({"steps": 0}, "steps must be greater than 0"),
+        ({"clip_norm": 0.0}, "clip_norm must be greater than 0"),
         ({"ways": 1}, "ways must be at least 2"),
         ({"mask_lr": -1.0}, "mask_lr must not be negative"),
         ({"sources": ()}, "at least one source"),

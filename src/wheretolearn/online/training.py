@@ -243,12 +243,17 @@ class _Member:
     def save(self) -> None:
         state = {
             "kind": self.config.learner,
+            "sizes": self._sizes(),
             "right": self._right(),  # first, as it waits for the device
             "learner": {name: tensor.cpu() for name, tensor in self.learner.state().items()},
             "detected": self.detected[: self.done].clone(),
             "seconds": self.seconds,
         }
         checkpoint.save(self.run, state, self.done)
+
+    def _sizes(self) -> list[int]:
+        """Of what a checkpoint holds; other settings may change between two parts of a run."""
+        return [self.config.ways, self.config.shots, self.config.buffer]
 
     def _restore(self, notify: Notify | None) -> None:
         saved = checkpoint.load_latest(self.run)
@@ -257,7 +262,7 @@ class _Member:
             return
         state = saved.state
         try:
-            if state["kind"] != self.config.learner:
+            if (state["kind"], state.get("sizes", self._sizes())) != (self.config.learner, self._sizes()):
                 raise KeyError(state["kind"])
             self.learner.restore(state["learner"])
             self.right[: saved.step] = state["right"].to(self.right.device)
@@ -283,9 +288,10 @@ class _Member:
         bad = (right == DIVERGED).nonzero()
         if len(bad):
             rates = [name for name in ("lr", "inner_lr", "mask_lr", "mean_eta") if name not in self.config.unused]
+            or_clip = "" if "clip_norm" in self.config.unused else ", or set clip_norm"
             raise NonFiniteError(
                 f"{self.run.path}: predictions are not finite at step {int(bad[0]) + 1}; in a new run, use a smaller "
-                f"{' or '.join(rates)}. {GOOD}"
+                f"{' or '.join(rates)}{or_clip}. {GOOD}"
             )
         return right
 

@@ -186,7 +186,7 @@ def _accuracy_axis(axes: Axes, lines: Sequence[Line]) -> None:
     spread = [np.nan_to_num(line.std) for line in lines]
     low = min(float((line.mean - std).min()) for line, std in zip(lines, spread, strict=True))
     high = max(float((line.mean + std).max()) for line, std in zip(lines, spread, strict=True))
-    margin = 0.03 * (high - low)
+    margin = 0.03 * (high - low) or 0.01  # a flat line needs room too
     axes.set_ylim(max(0.0, low - margin), min(1.0, high + margin))
     share_axis(axes, 0.2)
 

@@ -24,13 +24,17 @@ def updated(mean: Tensor, std: Tensor, gradients: Tensor, noise: Tensor, mean_et
     """New means and standard deviations from gradients ``[samples, weights]`` at ``mean + std * noise``."""
     expected = gradients.mean(0)
     slope = (gradients * noise).mean(0) * std / 2
-    return mean - mean_eta * std**2 * expected, std * ((1 + slope**2).sqrt() - slope)
+    root = torch.hypot(slope, torch.ones_like(slope))
+    # Either form of sqrt(1 + slope^2) - slope, whichever does not lose its digits.
+    factor = torch.where(slope > 0, 1 / (root + slope), root - slope)
+    return mean - mean_eta * std**2 * expected, std * factor
 
 
 def shortened(gradients: Tensor, clip_norm: float) -> Tensor:
     """Rows at most so long; one that is not finite counts for nothing."""
-    finite = gradients.isfinite().all(1, keepdim=True)
-    return gradients.where(finite, 0.0).renorm(2, 0, clip_norm)
+    norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True, dtype=torch.float64)  # where squares have room
+    scale = (clip_norm / norms).clamp(max=1.0).to(gradients.dtype)
+    return torch.where(norms.isfinite(), gradients * scale, 0.0)
 
 
 class BGD(OnlineLearner):

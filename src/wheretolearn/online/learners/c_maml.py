@@ -113,7 +113,7 @@ class CMAML(OnlineLearner):
         if not math.isfinite(before + after):
             raise NonFiniteError(
                 f"the loss of a batch is not finite: {before:g} before adapting to it, {after:g} after. "
-                "A smaller inner_lr, lr or mask_lr may help"
+                "Smaller learning rates may help"
             )
 
     def conclude(self, before: float, after: float, inputs: Tensor, labels: Tensor) -> bool:
