@@ -442,6 +442,19 @@ def test_unusual_modules():
     torch.testing.assert_close(network(x), adapted.evaluate(lambda net: net(x)))
 
 
+def test_a_module_that_keeps_its_activations_can_be_copied():
+    class Keeping(nn.Linear):
+        def forward(self, x):
+            self.kept = super().forward(x)
+            return self.kept
+
+    torch.manual_seed(0)
+    model, x, y = Keeping(4, 2), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    adapted = adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=1.0)
+    model(x)
+    torch.testing.assert_close(adapted.module()(x), adapted.evaluate(lambda net: net(x)))
+
+
 def test_tied_weights_get_the_gradient_of_both_uses():
     torch.manual_seed(0)
     model = Unusual().eval().double()
@@ -535,6 +548,21 @@ class TestBatchNorm:
             torch.testing.assert_close(module.train(training)(x), expected)
             torch.testing.assert_close(module.eval()(x), expected)
         torch.testing.assert_close(copy.deepcopy(module)(x), expected)
+
+    @pytest.mark.parametrize("fixed", ["support", "running"])
+    @pytest.mark.parametrize("mode", ["batch", "support", "running"])
+    def test_an_adapted_module_can_be_adapted_again_in_any_mode(self, fixed, mode):
+        model = network()
+        module = adapt(model, masks.fixed(model), SUPPORT, steps=0, inner_lr=LR, batch_norm_mode=fixed).module()
+        plain = network()
+        plain.load_state_dict(module.state_dict())
+        x, y = batch(5, 9)
+        loss, found = lambda net: F.cross_entropy(net(3 * x + 1), y), []
+        for one in (plain, module):
+            adapted = adapt(one, masks.fixed(one), loss, steps=2, inner_lr=LR, batch_norm_mode=mode)
+            found.append((adapted.losses, adapted.evaluate(lambda net: net(x))))
+        torch.testing.assert_close(found[1], found[0])
+        torch.testing.assert_close(module.train()(x), module.eval()(x))  # and still keeps to its own
 
     def test_support_mode_needs_layers_that_track_statistics(self):
         model = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 2))

@@ -129,6 +129,7 @@ class TestContract:
         assert type(loaded) is type(mask)
         assert (loaded.kind, loaded.names, loaded.shapes) == (mask.kind, mask.names, mask.shapes)
         assert loaded.settings() == mask.settings()
+        assert list(loaded.raw) == list(mask.raw)  # the order that an optimizer's state goes by
         for name, tensor in mask.tensors().items():
             assert torch.equal(loaded.tensors()[name], tensor)
         for name, multiplier in mask.multipliers().items():
@@ -270,6 +271,21 @@ def test_a_file_that_is_no_mask_is_refused(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(MismatchError, match="holds no gradient mask"):
         masks.load(tmp_path / "other.safetensors", small_network())
+
+
+@pytest.mark.parametrize("make", [masks.generated, masks.rows])
+def test_a_parameter_called_noise_is_refused_where_the_mask_has_noise_of_its_own(make):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3))
+    model.register_parameter("noise", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(ConfigError, match="give the parameter 'noise' another name"):
+        make(model)
+
+
+def test_rows_take_an_empty_parameter():
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.register_parameter("empty", nn.Parameter(torch.empty(0)))
+    mask = masks.rows(model)
+    assert mask.pull_back(mask.multipliers())["empty"].shape == (0,)
 
 
 def test_loaded_tensors_are_copied_in_place():

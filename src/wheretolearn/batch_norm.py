@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from wheretolearn.errors import ConfigError
 
 BatchNormMode = Literal["batch", "support", "running"]
+_FIXED = "keeps_to_stored_statistics"  # an attribute of layers; off while another mode is asked for
 
 
 def layers(model: nn.Module) -> list[_BatchNorm]:
@@ -52,7 +53,10 @@ def normalising(model: nn.Module, by_batch: bool, cumulative: bool = False) -> I
     """
     found = layers(model)
     before = [(layer.training, layer.momentum) for layer in found]
+    fixed = [layer for layer in found if getattr(layer, _FIXED, False)]
     try:
+        for layer in fixed:
+            setattr(layer, _FIXED, False)
         for layer in found:
             layer.training = by_batch
             if cumulative:
@@ -61,6 +65,8 @@ def normalising(model: nn.Module, by_batch: bool, cumulative: bool = False) -> I
     finally:
         for layer, (training, momentum) in zip(found, before, strict=True):
             layer.training, layer.momentum = training, momentum
+        for layer in fixed:
+            setattr(layer, _FIXED, True)
 
 
 def fix_mode(model: nn.Module, mode: BatchNormMode) -> None:
@@ -72,8 +78,10 @@ def fix_mode(model: nn.Module, mode: BatchNormMode) -> None:
             layer.track_running_stats = False
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
         else:
+            setattr(layer, _FIXED, True)
             layer.register_forward_pre_hook(_use_stored_statistics)
 
 
 def _use_stored_statistics(layer: nn.Module, inputs: object) -> None:
-    layer.training = False
+    if getattr(layer, _FIXED):
+        layer.training = False

@@ -227,7 +227,9 @@ def network_with(
     model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], mode: BatchNormMode
 ) -> nn.Module:
     """A copy of the model that holds these tensors, where given, and keeps to a batch-norm mode."""
-    network = copy.deepcopy(model)
+    # Activations that a module keeps as attributes have a graph behind them, and cannot be copied with it.
+    kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    network = copy.deepcopy(model, {id(value): value.detach().clone() for value in kept if not value.is_leaf})
     with torch.no_grad():
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
             replacement = parameters.get(name, buffers.get(name))

@@ -84,8 +84,10 @@ def load(path: Path | str, model: nn.Module) -> GradientMask:
     tensors, metadata = load_weights(path)
     shapes = trainable_shapes(model)
     like = next(p for p in model.parameters() if p.requires_grad)
-    raw = {name: tensor.to(like.device) for name, tensor in tensors.items()}
     try:
+        # A file keeps tensors in the order of their names; optimizers go by that of the mask.
+        order = json.loads(metadata["order"]) if "order" in metadata else list(tensors)
+        raw = {str(name): tensors[name].to(like.device) for name in order}
         settings = {str(name): float(value) for name, value in json.loads(metadata["settings"]).items()}
         names = [str(name) for name in json.loads(metadata["names"])]
         stored = {str(name): torch.Size(shape) for name, shape in json.loads(metadata["shapes"]).items()}

@@ -11,6 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from wheretolearn.errors import ConfigError
 from wheretolearn.masks.selection import layer_of
 from wheretolearn.storage import check_shapes, save_weights
 
@@ -117,6 +118,7 @@ class GradientMask(ABC):
             "settings": json.dumps(self.settings()),
             "shapes": json.dumps({name: list(shape) for name, shape in self.shapes.items()}),
             "names": json.dumps(self.names),
+            "order": json.dumps(list(self.tensors())),
         }
         save_weights(Path(path), self.tensors(), metadata)
 
@@ -125,6 +127,8 @@ class RandomMask(GradientMask):
     """A mask whose pattern also depends on ``noise``, standard normal; it stays as it is until ``resample``."""
 
     def __init__(self, shapes: Mapping[str, torch.Size], names: Sequence[str], raw: dict[str, Tensor], noise: Tensor):
+        if "noise" in raw:
+            raise ConfigError(f"a {self.kind} mask keeps its own noise: give the parameter 'noise' another name")
         super().__init__(shapes, names, raw)
         self.noise = noise
 

@@ -58,7 +58,8 @@ class RowsMask(RandomMask):
         for owner, logits in self._noisy_logits().items():
             units, names = self.layers[owner]
             soft = torch.sigmoid(logits / self.temperature)
-            upstream = torch.stack([multiplier_gradients[name].reshape(units, -1).sum(1) for name in names]).sum(0)
+            by_unit = [multiplier_gradients[name].reshape(units, -1 if units else 0).sum(1) for name in names]
+            upstream = torch.stack(by_unit).sum(0)
             result[owner] = upstream * soft * (1 - soft) / self.temperature
         return result
 
