@@ -215,7 +215,8 @@ def test_coming_after_something_unknown_names_the_nearest(folder: Path) -> None:
 
 def test_an_unknown_measure_lists_the_choices(folder: Path) -> None:
     message = refusal(folder, '[a]\nextends = "demo.maml"\nmeasure = "loss"')
-    assert '"measure" expects one of "accuracy", "ensemble accuracy", "sparsity", "RA", "BTI", got "loss"' in message
+    assert '"measure" expects one of "accuracy", "ensemble accuracy", "sparsity",' in message
+    assert '"RA", "BTI", got "loss"' in message
 
 
 def test_an_unknown_key_of_evaluate_names_the_preset(folder: Path) -> None:

@@ -629,6 +629,11 @@ def test_unusual_images_become_rgb(image, kind, expected):
     np.testing.assert_allclose(result[0, 0], expected, atol=1)
 
 
+def test_a_picture_with_pixels_that_are_no_numbers_is_an_error():
+    with pytest.raises(DataError, match="cannot read the image x: some of its pixels are not finite numbers"):
+        decoded(Image.fromarray(np.full((4, 4), np.nan, dtype=np.float32)), kind="TIFF")
+
+
 def test_colour_becomes_grey_when_one_channel_is_asked_for():
     assert decoded(Image.new("RGB", (4, 4), (255, 255, 255)), channels=1).tolist() == [[[255], [255]]] * 2
 

@@ -194,6 +194,22 @@ def test_the_sparsity_of_another_experiment_is_not_compared_with_the_paper(train
     assert result_records({other: []}, name)[0].paper_value is None
 
 
+def test_the_sparsity_of_a_part_is_that_of_this_part(trained, small_presets):
+    run = trained("run")
+    shares = load_trained(run)[2].sparsity()
+    gains = [share for name, share in shares.by_tensor.items() if name.endswith("norm.weight")]
+    expected = {
+        "figure1.center": ("sparsity", shares.overall),
+        "figureS1.left": ("sparsity of batch-norm gains", sum(gains) / len(gains)),
+        "figureS1.right.0.5": ("sparsity of head.bias", shares.by_tensor["head.bias"]),
+    }
+    assert len(gains) == 4
+    assert len({share for _, share in expected.values()}) == 3
+    for preset, (metric, share) in expected.items():
+        (record,) = result_records({run: []}, preset)
+        assert (record.metric, record.mean) == (metric, pytest.approx(100 * share))
+
+
 def recorded(folder):
     return {(record.name, record.metric): record for record in load_all(folder)}
 

@@ -634,7 +634,7 @@ def test_keep_best_bounds_what_is_kept(new_run):
     run = new_run(validate_every=1, keep_best=1)
     assert len(train(run).best) == 1
     assert best_folders(run) == [run.path]
-    with pytest.raises(UserError, match=r"keeps only its best model.*keep_best=3"):
+    with pytest.raises(UserError, match=r"has kept one model.*keep_best=3 and several validations"):
         evaluate_run(run, "train", tasks=2, ensemble=True)
 
 

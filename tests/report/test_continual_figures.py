@@ -341,7 +341,7 @@ def test_a_mistake_is_one_message(run_command: Any, tmp_path: Path) -> None:
     result = run_command("figures", tmp_path / "few")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
-    assert "fewshot: for now, figures are drawn of continual runs only" in result.stderr
+    assert "fewshot: figures are drawn of continual and online runs; `wheretolearn report" in result.stderr
 
 
 def test_folders_without_runs_are_named(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from wheretolearn.errors import DataError
 Splits = dict[str, SplitStream]
 Reader = Callable[[Path, Workspace], Splits]
 
+ONLY_SPLIT = "all"  # what a set without split folders has
 SPLIT_FOLDERS = {
     "train": "train",
     "training": "train",
@@ -109,6 +110,8 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
     """Any Pillow image as 8-bit ``RGB`` or ``L``: 16 bits scaled, transparency laid on white."""
     if image.mode.startswith(("I", "F")):
         values = np.asarray(image, dtype=np.float64)
+        if not np.isfinite(values).all():
+            raise ValueError("some of its pixels are not finite numbers")
         highest = values.max(initial=0.0)
         if image.mode == "F":
             scale = 255.0 if highest <= 1 else 1.0
@@ -352,7 +355,7 @@ def read_class_folders(
 ) -> Splits:
     """A folder of class folders; or folders named train, validation and test that each hold class folders.
 
-    Without those the one split is called ``all``. ``split_names`` makes such folders obligatory.
+    Without those the one split is ``ONLY_SPLIT``. ``split_names`` makes such folders obligatory.
     """
     folder = _descend(folder)
     children = subfolders(folder)
@@ -362,7 +365,7 @@ def read_class_folders(
     if not children:
         raise _not_found(folder, "a folder of images per class")
     if not named:
-        return {"all": _class_split(children, image_shape)}
+        return {ONLY_SPLIT: _class_split(children, image_shape)}
     if len(named) != len(children):
         other = next(child for child in children if child not in named)
         raise DataError(

@@ -11,6 +11,7 @@ from wheretolearn.data.load import load_set
 from wheretolearn.errors import UserError
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.fewshot.trained import Evaluation, held_out_splits, load_trained
+from wheretolearn.masks import Sparsity
 from wheretolearn.presets import Preset, load_preset, scale_named
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
@@ -91,8 +92,9 @@ class _Maker:
         layers = next(iter(found.values())).by_layer
         means = {layer: statistics.fmean(s.by_layer[layer] for s in found.values()) for layer in layers}
         notes = ["by layer: " + ", ".join(f"{layer} {100 * mean:.1f}" for layer, mean in means.items())]
-        values = {seed: 100 * sparsity.overall for seed, sparsity in found.items()}
-        return self._record("sparsity", values, notes, (self.config.data,))
+        metric = self.preset.measure if self.preset.measure.startswith("sparsity of ") else "sparsity"
+        values = {seed: 100 * _share(sparsity, metric.partition(" of ")[2]) for seed, sparsity in found.items()}
+        return self._record(metric, values, notes, (self.config.data,))
 
     def _metric(self, evaluation: Evaluation) -> str:
         """The plain name stands for the measurement of the preset's cell; others say in what they differ from it."""
@@ -145,6 +147,15 @@ class _Maker:
         )
         notes.append(f"measured on {environment.hardware()} at commit {record.commit}")
         return of_runs(replace(record, notes="; ".join(notes)), self.runs)
+
+
+def _share(sparsity: Sparsity, part: str) -> float:
+    """Closed weights: in all, of one tensor, or the mean over batch norm's gains, which are as many in each layer."""
+    if not part:
+        return sparsity.overall
+    if part == "batch-norm gains":
+        return statistics.fmean(share for name, share in sparsity.by_tensor.items() if name.endswith("norm.weight"))
+    return sparsity.by_tensor[part]
 
 
 def _settings(preset: Preset) -> FewShotConfig:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from wheretolearn.data.episodes import EpisodeSampler, EpisodeShape
 from wheretolearn.data.image_set import ImageSet, ImageSplit
+from wheretolearn.data.readers import ONLY_SPLIT
 from wheretolearn.data.transforms import as_input
 from wheretolearn.engine.task import Task
 from wheretolearn.errors import DataError
@@ -57,7 +58,11 @@ class TaskSource:
 
 def split_of(images: ImageSet, name: str) -> ImageSplit:
     if name not in images.splits:
-        raise DataError(f"the set {images.name} has no split {name!r}; it has {', '.join(images.splits)}")
+        how = ". Put its class folders into train, validation and test, and add it again"
+        raise DataError(
+            f"the set {images.name} has no split {name!r}; it has {', '.join(images.splits)}"
+            f"{how if list(images.splits) == [ONLY_SPLIT] else ''}"
+        )
     return images.splits[name]
 
 

@@ -126,7 +126,9 @@ def _inner_steps(run: RunFolder, config: FewShotConfig, steps: int | None) -> in
 def _measured_folders(run: RunFolder, ensemble: bool) -> list[Path]:
     folders = best_folders(run) if ensemble else [run.path]
     if ensemble and len(folders) == 1:
-        raise UserError(f"{run.path} keeps only its best model, which makes no ensemble; train with keep_best=3")
+        raise UserError(
+            f"{run.path} has kept one model, which makes no ensemble: train with keep_best=3 and several validations"
+        )
     return folders
 
 

@@ -37,7 +37,15 @@ from wheretolearn.errors import ConfigError
 __all__ = ["Evaluate", "Measure", "Paper", "Preset", "Protocol", "Scale", "list_presets", "load_preset", "scale_named"]
 
 Protocol = Literal["fewshot", "continual", "online"]
-Measure = Literal["accuracy", "ensemble accuracy", "sparsity", "RA", "BTI"]
+Measure = Literal[
+    "accuracy",
+    "ensemble accuracy",
+    "sparsity",
+    "sparsity of batch-norm gains",
+    "sparsity of head.bias",
+    "RA",
+    "BTI",
+]
 Scale = Literal["paper", "quick"]
 
 QUICK = "quick"  # the group of rows that are laid over presets, not presets themselves

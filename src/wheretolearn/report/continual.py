@@ -66,7 +66,8 @@ class ContinualRun:
 def read_run(run: RunFolder) -> ContinualRun:
     if run.protocol != "continual":
         raise UserError(
-            f"{run.path} is a run of the protocol {run.protocol}: for now, figures are drawn of continual runs only"
+            f"{run.path} is a run of the protocol {run.protocol}: figures are drawn of continual and online runs; "
+            f"`wheretolearn report {run.path}` shows any run's curves"
         )
     records = run.metrics()
     measured = result(run) if finished(run) else None
