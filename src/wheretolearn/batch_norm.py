@@ -83,5 +83,5 @@ def fix_mode(model: nn.Module, mode: BatchNormMode) -> None:
 
 
 def _use_stored_statistics(layer: nn.Module, inputs: object) -> None:
-    if getattr(layer, _FIXED):
+    if getattr(layer, _FIXED, True):
         layer.training = False
