@@ -10,10 +10,11 @@ import torch
 from wheretolearn.cli.fewshot import evaluate
 from wheretolearn.data import image_set
 from wheretolearn.data.image_set import ImageSplit
+from wheretolearn.data.load import load_set
 from wheretolearn.engine.eager import EagerEvaluator
-from wheretolearn.errors import ConfigError, UserError
+from wheretolearn.errors import ConfigError, DataError, UserError
 from wheretolearn.fewshot.records import result_records
-from wheretolearn.fewshot.tasks import TaskSource
+from wheretolearn.fewshot.tasks import TaskSource, split_of
 from wheretolearn.fewshot.trained import best_folders, evaluate_run, held_out_splits, load_trained
 from wheretolearn.fewshot.training import train
 from wheretolearn.masks import load as load_mask
@@ -69,6 +70,14 @@ def change(run, **info):
     file = run.path / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **info}))
     return RunFolder.open(run.path)
+
+
+def test_a_set_without_splits_says_how_to_get_them(stripes):
+    drawn = stripes()
+    flat = ImageSplit("flat/all", drawn.images, drawn.class_offsets, drawn.classes, drawn.groups)
+    image_set.write("flat", {"all": flat}, {})
+    with pytest.raises(DataError, match=r"it has all\. Put its class folders into train, validation and test"):
+        split_of(load_set("flat"), "train")
 
 
 def test_an_ensemble_predicts_by_the_mean_of_probabilities(trained):

@@ -243,7 +243,7 @@ class _Member:
     def save(self) -> None:
         state = {
             "kind": self.config.learner,
-            "sizes": self._sizes(),
+            "stored": self._stored_sizes(),
             "right": self._right(),  # first, as it waits for the device
             "learner": {name: tensor.cpu() for name, tensor in self.learner.state().items()},
             "detected": self.detected[: self.done].clone(),
@@ -251,8 +251,8 @@ class _Member:
         }
         checkpoint.save(self.run, state, self.done)
 
-    def _sizes(self) -> list[int]:
-        """Of what a checkpoint holds; other settings may change between two parts of a run."""
+    def _stored_sizes(self) -> list[int]:
+        """What the sizes of batches in a checkpoint follow from."""
         return [self.config.ways, self.config.shots, self.config.buffer]
 
     def _restore(self, notify: Notify | None) -> None:
@@ -260,9 +260,9 @@ class _Member:
         self.run.rewind(saved.step if saved else 0)
         if saved is None:
             return
-        state = saved.state
+        state, stored = saved.state, self._stored_sizes()
         try:
-            if (state["kind"], state.get("sizes", self._sizes())) != (self.config.learner, self._sizes()):
+            if state["kind"] != self.config.learner or state.get("stored", stored) != stored:
                 raise KeyError(state["kind"])
             self.learner.restore(state["learner"])
             self.right[: saved.step] = state["right"].to(self.right.device)
