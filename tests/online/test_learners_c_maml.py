@@ -194,15 +194,36 @@ def test_pairs_in_chunks_give_the_same():
 
 
 def test_pairs_of_a_buffer():
-    buffer = BatchBuffer(6)
+    buffer = BatchBuffer()
     expected = {1: [(0, 0)], 2: [(0, 1)], 3: [(0, 2)], 4: [(0, 2), (1, 3)], 5: [(0, 3), (1, 4)]}
     for count, pairs in expected.items():
         buffer.add(torch.full((2, 3), float(count)), torch.full((2,), count))
         assert buffer.count == count
         assert buffer.pairs() == pairs
-        assert buffer.batch(count - 1)[1].tolist() == [count, count]
-    with pytest.raises(DataError, match=r"a batch of shape \(1, 3\) in a stream that began with \(2, 3\)"):
+        tasks = list(buffer.tasks())
+        assert [(int(task.support_labels[0]) - 1, int(task.query_labels[0]) - 1) for task in tasks] == pairs
+        assert all((task.query_inputs == task.query_labels[0]).all() for task in tasks)
+    with pytest.raises(DataError, match=r"a batch of shape \(1, 3\) after one of \(2, 3\)"):
         buffer.add(torch.zeros(1, 3), torch.zeros(1))
+    buffer.clear()
+    assert (buffer.count, buffer.state()) == (0, {})
+
+
+def test_a_buffer_keeps_copies():
+    inputs, labels = torch.ones(2, 3), torch.ones(2)
+    buffer = BatchBuffer()
+    buffer.add(inputs, labels)
+    inputs.zero_()
+    labels.zero_()
+    (task,) = buffer.tasks()
+    assert (task.support_inputs == 1).all()
+    assert (task.support_labels == 1).all()
+
+
+def test_a_buffer_takes_the_memory_of_what_it_holds():
+    learner = learner_of("c-maml", network(), buffer=10**12)
+    learner.observe(torch.zeros(5, 1, 16, 16, dtype=torch.float64), torch.arange(5))
+    assert learner.buffer.count == 1
 
 
 def test_c_maml_learns_one_rate_per_tensor_of_either_sign():

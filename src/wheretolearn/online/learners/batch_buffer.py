@@ -10,23 +10,22 @@ from wheretolearn.errors import DataError
 
 
 class BatchBuffer:
-    """Batches of one shape, in order. Their memory is taken once, when the first of them shows its shape."""
+    """Copies of batches of one shape, in order."""
 
-    def __init__(self, capacity: int):
-        self.capacity, self.count = capacity, 0
-        self._inputs: Tensor | None = None
-        self._labels: Tensor | None = None
+    def __init__(self) -> None:
+        self._batches: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._batches)
 
     def add(self, inputs: Tensor, labels: Tensor) -> None:
-        own_inputs, own_labels = self._memory(inputs, labels)
-        own_inputs[self.count].copy_(inputs)
-        own_labels[self.count].copy_(labels)
-        self.count += 1
-
-    def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        assert self._inputs is not None
-        assert self._labels is not None
-        return self._inputs[number], self._labels[number]
+        if self._batches and inputs.shape != self._batches[0][0].shape:
+            raise DataError(
+                f"a batch of shape {tuple(inputs.shape)} after one of {tuple(self._batches[0][0].shape)}: "
+                "batches to be paired must be alike"
+            )
+        self._batches.append((inputs.clone(), labels.clone()))
 
     def pairs(self) -> list[tuple[int, int]]:
         """Supports from the first half, queries from the second, in order; a lone batch is both.
@@ -40,30 +39,20 @@ class BatchBuffer:
 
     def tasks(self) -> Iterator[Task]:
         for support, query in self.pairs():
-            yield Task(*self.batch(support), *self.batch(query))
+            yield Task(*self._batches[support], *self._batches[query])
 
     def clear(self) -> None:
-        self.count = 0
+        self._batches.clear()
 
     def state(self) -> dict[str, Tensor]:
         """The batches kept; {} where there are none."""
-        if self._inputs is None or self._labels is None or self.count == 0:
+        if not self._batches:
             return {}
-        return {"inputs": self._inputs[: self.count].clone(), "labels": self._labels[: self.count].clone()}
+        inputs, labels = zip(*self._batches, strict=True)
+        return {"inputs": torch.stack(inputs), "labels": torch.stack(labels)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.clear()
         if state:
             for inputs, labels in zip(state["inputs"], state["labels"], strict=True):
                 self.add(inputs, labels)
-
-    def _memory(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        if self._inputs is None or self._labels is None:
-            self._inputs = torch.empty((self.capacity, *inputs.shape), dtype=inputs.dtype, device=inputs.device)
-            self._labels = torch.empty((self.capacity, *labels.shape), dtype=labels.dtype, device=labels.device)
-        if inputs.shape != self._inputs.shape[1:]:
-            raise DataError(
-                f"a batch of shape {tuple(inputs.shape)} in a stream that began with {tuple(self._inputs.shape[1:])}: "
-                "batches to be paired must be alike"
-            )
-        return self._inputs, self._labels

@@ -75,7 +75,7 @@ class CMAML(OnlineLearner):
         self.arithmetic = arithmetic_for(model)
         self.theta = Network(model).start()
         self.phi = {name: self.theta[name].clone() for name in mask.names}
-        self.buffer = BatchBuffer(buffer + 1)
+        self.buffer = BatchBuffer()
         self.optimizer = adam((self.theta, lr), (mask.raw, mask_lr))
         self._detected = False
 
