@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from wheretolearn import masks
 from wheretolearn.errors import ConfigError, MismatchError
 from wheretolearn.inner_loop import (
     accumulate,
     adapt,
+    clipped,
     meta_gradient,
     second_order_meta_gradient,
     update_statistics,
@@ -455,6 +457,124 @@ def test_a_module_that_keeps_its_activations_can_be_copied():
     torch.testing.assert_close(adapted.module()(x), adapted.evaluate(lambda net: net(x)))
 
 
+def test_a_module_that_keeps_activations_in_containers_can_be_copied():
+    class Keeping(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.kept = {"all": []}
+
+        def forward(self, x):
+            self.kept["all"].append((super().forward(x),))
+            return self.kept["all"][-1][0]
+
+    torch.manual_seed(0)
+    model, x, y = Keeping(), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    adapted = adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=1.0)
+    model(x)
+    torch.testing.assert_close(adapted.module()(x), adapted.evaluate(lambda net: net(x)))
+
+
+class Lazy(nn.Linear):
+    """Makes buffers in its first pass, from the data that it then sees."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.register_buffer("mean", None)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x):
+        if self.mean is None:
+            self.mean = x.mean(0)
+        if not hasattr(self, "spread"):
+            self.register_buffer("spread", x.std(0), persistent=False)
+        self.seen = x.mean(1)
+        return super().forward((x - self.mean) / self.spread)
+
+
+def test_buffers_made_in_a_pass_do_not_reach_the_next_task():
+    torch.manual_seed(0)
+    model, y = Lazy(), torch.tensor([0, 1] * 3)
+    own_buffers, own_state = dict(model.named_buffers()), set(model.state_dict())
+    first, second = torch.randn(2, 6, 4) * torch.tensor([1.0, 9.0]).view(2, 1, 1)
+
+    def adapted_to(x):
+        return adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=2, inner_lr=0.1)
+
+    alone = adapted_to(second)
+    adapted_to(first)
+    after = adapted_to(second)
+    assert torch.equal(after.losses, alone.losses)
+    assert (dict(model.named_buffers()), set(model.state_dict())) == (own_buffers, own_state)
+    assert (model.mean, model._non_persistent_buffers_set) == (None, set())
+    network = after.module()
+    assert torch.equal(network.seen, second.mean(1))  # assigned anew, with another shape
+    torch.testing.assert_close(network(second), after.evaluate(lambda net: net(second)))
+
+
+class Checkpointed(nn.Sequential):
+    """Gives up the activations of its middle, and computes them again in the backward pass."""
+
+    def __init__(self, recomputing=True):
+        super().__init__(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+        self.recomputing = recomputing
+
+    def middle(self, x):
+        return torch.tanh(self[1](torch.tanh(x)))
+
+    def forward(self, x):
+        x = self[0](x)
+        x = checkpoint(self.middle, x, use_reentrant=False) if self.recomputing else self.middle(x)
+        return self[2](x)
+
+
+def test_activations_computed_again_are_those_of_the_adapted_weights():
+    torch.manual_seed(0)
+    plain, recomputing = Checkpointed(False).double(), Checkpointed().double()
+    recomputing.load_state_dict(plain.state_dict())
+    x, y = torch.randn(6, 4).double(), torch.tensor([0, 1] * 3)
+
+    def loss(net):
+        return F.cross_entropy(net(x), y)
+
+    gradients = []
+    for model in (plain, recomputing):
+        adapted = adapt(model, masks.linear(model, init=masks.constant(1.0)), loss, steps=5, inner_lr=0.5)
+        gradients.append((adapted.losses, meta_gradient(adapted, loss)))
+    (losses, expected), (found_losses, found) = gradients
+    assert losses[-1] < losses[0]
+    torch.testing.assert_close(found_losses, losses)
+    for name, value in (expected.theta | {f"m.{n}": g for n, g in expected.multipliers.items()}).items():
+        torch.testing.assert_close((found.theta | {f"m.{n}": g for n, g in found.multipliers.items()})[name], value)
+    with pytest.raises(ConfigError, match="cannot go through activation checkpointing"):
+        second_order_meta_gradient(recomputing, masks.fixed(recomputing), loss, loss, steps=2, inner_lr=0.5)
+
+
+def test_a_query_loss_that_does_not_depend_on_the_network_is_an_error():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 2), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    adapted = adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=1.0)
+    for loss in (lambda net: F.cross_entropy(net(x), y).detach(), lambda net: torch.tensor(1.0)):
+        with pytest.raises(ConfigError, match="does not depend on the weights of the network"):
+            accumulate(adapted, loss)
+        with pytest.raises(ConfigError, match="does not depend on the weights of the network"):
+            second_order_meta_gradient(model, masks.fixed(model), loss, loss, steps=0, inner_lr=0.5)
+
+
+def test_clipping_bounds_gradients_whose_norm_half_precision_cannot_hold():
+    gradients = clipped({"w": torch.full((400, 400), 300.0, dtype=torch.float16)}, 400.0)
+    assert gradients["w"].dtype == torch.float16
+    assert torch.linalg.vector_norm(gradients["w"].double()).item() == pytest.approx(400.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("inner_lr", [float("nan"), float("inf"), 1e39])
+def test_an_inner_rate_that_float32_does_not_hold_is_an_error(inner_lr):
+    model, x = nn.Linear(4, 2), torch.randn(6, 4)
+    for function in (adapt, second_order_meta_gradient):
+        losses = [lambda net: net(x).sum()] * (1 if function is adapt else 2)
+        with pytest.raises(ConfigError, match=r"inner_lr must be a finite number of float32's range, not "):
+            function(model, masks.fixed(model), *losses, steps=1, inner_lr=inner_lr)
+
+
 def test_tied_weights_get_the_gradient_of_both_uses():
     torch.manual_seed(0)
     model = Unusual().eval().double()
@@ -579,6 +699,7 @@ PEAK = """
 import resource, sys, torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from wheretolearn import masks
 from wheretolearn.inner_loop import accumulate, adapt
 from wheretolearn.models import build

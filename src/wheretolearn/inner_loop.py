@@ -13,8 +13,10 @@ derivative of their step, at the sums of what went into it. Second order is a pa
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from wheretolearn.masks import GradientMask, trainable_shapes
 
 Loss = Callable[[nn.Module], Tensor]  # the network in, a scalar out
 Tensors = dict[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass
@@ -53,10 +56,10 @@ class Adapted:
         """The adapted network as a module of its own, batch-norm mode built in; the original is untouched."""
         return network_with(self.model, self.parameters, self.buffers, self.batch_norm)
 
-    def _query(self, loss: Loss, parameters: Tensors) -> Tensor:
+    def _query(self, function: Callable[[nn.Module], T], parameters: Tensors) -> T:
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         with batch_norm.normalising(self.model, by_batch=self.batch_norm == "batch"):
-            return run_with(self.model, parameters, buffers, loss)
+            return run_with(self.model, parameters, buffers, function)
 
 
 @dataclass
@@ -83,6 +86,7 @@ def adapt(
     ``support_loss`` may be a list with one loss per step. ``clip_norm`` bounds the norm of each inner gradient.
     """
     step_losses = _losses_by_step(support_loss, steps)
+    _check_rate(inner_lr)
     batch_norm.check_mode(model, batch_norm_mode)
     multipliers = mask.multipliers()
     parameters = _theta(model, mask)
@@ -95,8 +99,8 @@ def adapt(
     losses = []
     with torch.enable_grad(), batch_norm.normalising(model, by_batch=batch_norm_mode != "running"):
         for step_loss in step_losses:
-            loss = run_with(model, parameters, buffers, step_loss)
-            gradients = clipped(_gradients(loss, parameters, mask.names), clip_norm)
+            loss, gradients = run_with(model, parameters, buffers, _with_gradients(step_loss, parameters, mask.names))
+            gradients = clipped(gradients, clip_norm)
             with torch.no_grad():
                 moved = {name: parameters[name] - tensor for name, tensor in start.items()}
                 for name, update in mask.updates(multipliers, gradients, moved, inner_lr).items():
@@ -106,8 +110,8 @@ def adapt(
                 for name, total in moved_sum.items():
                     total.add_(moved[name])
             torch.clear_autocast_cache()  # it would go on using casts of the old weights
-            losses.append(loss.detach())
-            del loss, gradients  # free the graph before the next forward pass
+            losses.append(loss)
+            del gradients  # before the next forward pass
     parameters = {name: parameter.detach() for name, parameter in parameters.items()}
     if batch_norm_mode == "support":
         _collect_statistics(model, parameters, buffers, support_loss)
@@ -134,9 +138,8 @@ def meta_gradient(adapted: Adapted, query_loss: Loss) -> MetaGradient:
     """First-order gradient of the query loss with respect to theta and the mask's multipliers, in closed form."""
     parameters = {name: p.detach().requires_grad_() for name, p in adapted.parameters.items()}
     with torch.enable_grad():
-        loss = adapted._query(query_loss, parameters)
-        outer = _gradients(loss, parameters, tuple(parameters))
-    return MetaGradient(loss.detach(), theta=outer, multipliers=_multiplier_gradients(adapted, outer))
+        loss, outer = adapted._query(_with_gradients(_depends(query_loss), parameters, tuple(parameters)), parameters)
+    return MetaGradient(loss, theta=outer, multipliers=_multiplier_gradients(adapted, outer))
 
 
 def _multiplier_gradients(adapted: Adapted, outer: Tensors) -> Tensors:
@@ -169,13 +172,14 @@ def second_order_meta_gradient(
     In the batch-norm mode ``support`` the statistics that the query pass uses count as constants.
     """
     step_losses = _losses_by_step(support_loss, steps)
+    _check_rate(inner_lr)
     batch_norm.check_mode(model, batch_norm_mode)
     theta = {name: p.requires_grad_() for name, p in _theta(model, mask).items()}
     learned = bool(mask.raw)
     multipliers = {name: m.detach().clone().requires_grad_(learned) for name, m in mask.multipliers().items()}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     parameters = dict(theta)
-    with torch.enable_grad():
+    with torch.enable_grad(), _no_recomputation():
         with batch_norm.normalising(model, by_batch=batch_norm_mode != "running"):
             for step_loss in step_losses:
                 loss = run_with(model, parameters, buffers, step_loss)
@@ -186,7 +190,7 @@ def second_order_meta_gradient(
         if batch_norm_mode == "support":
             _collect_statistics(model, parameters, buffers, support_loss)
         with batch_norm.normalising(model, by_batch=batch_norm_mode == "batch"):
-            loss = run_with(model, parameters, buffers, query_loss)
+            loss = run_with(model, parameters, buffers, _depends(query_loss))
         leaves = {f"theta.{n}": t for n, t in theta.items()}
         if learned:
             leaves |= {f"multiplier.{n}": t for n, t in multipliers.items()}
@@ -227,16 +231,28 @@ def network_with(
     model: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], mode: BatchNormMode
 ) -> nn.Module:
     """A copy of the model that holds these tensors, where given, and keeps to a batch-norm mode."""
-    # Activations that a module keeps as attributes have a graph behind them, and cannot be copied with it.
-    kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
-    network = copy.deepcopy(model, {id(value): value.detach().clone() for value in kept if not value.is_leaf})
+    # Activations that a module keeps have a graph behind them, and cannot be copied with it.
+    kept = (tensor for module in model.modules() for tensor in _tensors_in(vars(module)) if not tensor.is_leaf)
+    network = copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in kept})
     with torch.no_grad():
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
             replacement = parameters.get(name, buffers.get(name))
-            if replacement is not None:
+            if replacement is not None and replacement.shape == tensor.shape:
                 tensor.copy_(replacement)
+            elif replacement is not None:  # a buffer that a pass has assigned anew, with another shape
+                owner, _, own_name = name.rpartition(".")
+                setattr(network.get_submodule(owner), own_name, replacement.clone())
     batch_norm.fix_mode(network, mode)
     return network
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in built-in containers, at any depth."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple, set)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
 
 
 class _Host(nn.Module):
@@ -246,11 +262,13 @@ class _Host(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, function: Loss) -> Tensor:
+    def forward(self, function: Callable[[nn.Module], T]) -> T:
         return function(self.model)
 
 
-def run_with(model: nn.Module, parameters: Mapping[str, Tensor], buffers: dict[str, Tensor], function: Loss) -> Tensor:
+def run_with(
+    model: nn.Module, parameters: Mapping[str, Tensor], buffers: dict[str, Tensor], function: Callable[[nn.Module], T]
+) -> T:
     """``function(model)`` with these tensors in place of the model's own. ``buffers`` follows what the pass changes."""
     named = [*model.named_parameters(), *model.named_buffers()]
     replacement = {
@@ -265,10 +283,26 @@ def run_with(model: nn.Module, parameters: Mapping[str, Tensor], buffers: dict[s
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and id(tensor) in replacement:
                 tensors[".".join(filter(None, ("model", prefix, name)))] = replacement[id(tensor)]
-    result: Tensor = functional_call(_Host(model), tensors, (function,), tie_weights=False)
+    with _keeping_absent_buffers(model):
+        result: T = functional_call(_Host(model), tensors, (function,), tie_weights=False)
     for name in buffers:  # a buffer may have been assigned anew rather than changed in place
         buffers[name] = tensors[f"model.{name}"].detach()
     return result
+
+
+@contextmanager
+def _keeping_absent_buffers(model: nn.Module) -> Iterator[None]:
+    """What a pass makes of buffers that are None, or not there yet, is gone after it: the next task makes its own."""
+    before = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, buffers in before:
+            for name in [name for name in module._buffers if buffers.get(name) is None]:
+                if name in buffers:
+                    module._buffers[name] = None
+                else:
+                    delattr(module, name)
 
 
 def _wide_zeros(like: Tensor) -> Tensor:
@@ -288,6 +322,11 @@ def _theta(model: nn.Module, mask: GradientMask) -> Tensors:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
+def _check_rate(inner_lr: float) -> None:
+    if not abs(inner_lr) <= torch.finfo(torch.float32).max:
+        raise ConfigError(f"inner_lr must be a finite number of float32's range, not {inner_lr}")
+
+
 def _losses_by_step(loss: Loss | Sequence[Loss], steps: int) -> Sequence[Loss]:
     if torch.is_inference_mode_enabled():
         raise ConfigError("adaptation needs gradients: call it outside torch.inference_mode (no_grad is fine)")
@@ -298,6 +337,53 @@ def _losses_by_step(loss: Loss | Sequence[Loss], steps: int) -> Sequence[Loss]:
     if len(loss) != steps:
         raise ConfigError(f"{len(loss)} support losses were given for {steps} inner steps: give one per step")
     return loss
+
+
+def _with_gradients(
+    loss: Loss, parameters: Mapping[str, Tensor], names: Sequence[str]
+) -> Callable[[nn.Module], tuple[Tensor, Tensors]]:
+    """A function that gives a loss and its gradients.
+
+    The backward pass belongs inside: what recomputes activations there (checkpointing) must meet the same weights.
+    """
+
+    def loss_and_gradients(network: nn.Module) -> tuple[Tensor, Tensors]:
+        value = loss(network)
+        gradients = _gradients(value, parameters, names)
+        return value.detach(), gradients
+
+    return loss_and_gradients
+
+
+def _depends(loss: Loss) -> Loss:
+    """The same loss, checked to depend on the weights."""
+
+    def checked(network: nn.Module) -> Tensor:
+        value = loss(network)
+        if isinstance(value, Tensor) and not value.requires_grad:
+            raise ConfigError(
+                "the query loss does not depend on the weights of the network that it is given: "
+                "is it computed without gradients, detached, or from another network?"
+            )
+        return value
+
+    return checked
+
+
+@contextmanager
+def _no_recomputation() -> Iterator[None]:
+    """Refuse what would recompute activations with theta where phi belongs: the last backward pass comes too late."""
+    message = (
+        "second-order gradients cannot go through activation checkpointing or other hooks on saved tensors: "
+        "take first order, or leave the checkpointing out"
+    )
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(message):
+            yield
+    except RuntimeError as error:
+        if message in str(error):
+            raise ConfigError(message) from None
+        raise
 
 
 def _gradients(
@@ -329,7 +415,9 @@ def clipped(gradients: Tensors, clip_norm: float | None) -> Tensors:
         return gradients
     if not clip_norm > 0:
         raise ConfigError(f"clip_norm must be greater than 0, not {clip_norm}")
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+    # In half precision a norm overflows long before its numbers do.
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
     return {name: gradient * scale for name, gradient in gradients.items()}
 
