@@ -242,6 +242,33 @@ def test_a_pattern_that_matches_nothing_names_a_near_parameter():
         masks.binary(small_network(), select="4.wieght")
 
 
+def test_parameters_may_differ_in_precision(make):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3).double(), nn.Conv2d(2, 2, 3).bfloat16())
+    mask, parameters = perturbed(make(model)), dict(model.named_parameters())
+    like = {name: gradient.to(parameters[name].dtype) for name, gradient in random_like(parameters).items()}
+    assert {n: u.shape for n, u in updates(mask, like, like).items()} == {n: p.shape for n, p in parameters.items()}
+    gradients = mask.pull_back({name: torch.ones_like(m) for name, m in mask.multipliers().items()})
+    assert {n: g.shape for n, g in gradients.items()} == {n: m.shape for n, m in mask.raw.items()}
+
+
+def test_generated_mask_needs_a_latent_vector():
+    with pytest.raises(ConfigError, match="latent_size must be 1 or more, not 0"):
+        masks.generated(small_network(), latent_size=0)
+
+
+@pytest.mark.parametrize("select", ["head", "body"])
+def test_a_head_that_is_not_the_last_layer_must_be_named(select):
+    class HeadFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+            self.stem = nn.Linear(4, 3)
+
+    with pytest.raises(ConfigError, match=rf"'{select}' takes the layer defined last, here stem"):
+        masks.fixed(HeadFirst(), select)
+    assert masks.fixed(HeadFirst(), "head.*").names == ("head.weight", "head.bias")
+
+
 def test_generated_mask_needs_filters():
     with pytest.raises(ConfigError, match="filter"):
         masks.generated(nn.Linear(2, 2))

@@ -39,11 +39,11 @@ class GeneratedMask(RandomMask):
 
     def generated_values(self) -> dict[str, Tensor]:
         """m of each filter tensor, for the present noise."""
-        latent = self._latent()
-        return {
-            name: (self.raw[f"{name}.projection"] @ latent).view(self.shapes[name]) + self.raw[f"{name}.offset"]
-            for name in self.generated
-        }
+        latent, values = self._latent(), {}
+        for name in self.generated:
+            projection, offset = self.raw[f"{name}.projection"], self.raw[f"{name}.offset"]
+            values[name] = (projection @ latent.to(projection.dtype)).view(self.shapes[name]) + offset
+        return values
 
     def multipliers(self) -> dict[str, Tensor]:
         values = self.raw | self.generated_values()
@@ -59,7 +59,7 @@ class GeneratedMask(RandomMask):
                 flat = gradient.reshape(-1)
                 result[f"{name}.projection"] = torch.outer(flat, latent)
                 result[f"{name}.offset"] = gradient
-                latent_gradient += flat @ self.raw[f"{name}.projection"]
+                latent_gradient += flat @ self.raw[f"{name}.projection"].to(flat.dtype)
             else:
                 result[name] = gradient
         result["latent.mean"] = latent_gradient
@@ -81,6 +81,8 @@ def generated(
     generator: torch.Generator | None = None,
 ) -> GeneratedMask:
     """Sparse-MAML+: binary masks of all filters generated from one Gaussian vector; plain masks elsewhere."""
+    if latent_size < 1:
+        raise ConfigError(f"latent_size must be 1 or more, not {latent_size}")
     names = selected_names(model, select)
     plain = raw_parameters(model, names, kaiming, initial_sparsity, generator)
     like = next(iter(plain.values()))

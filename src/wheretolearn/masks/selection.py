@@ -10,7 +10,8 @@ from torch import nn
 from wheretolearn import batch_norm
 from wheretolearn.errors import ConfigError
 
-Select = str | Sequence[str]  # "all", "head", "body", or glob patterns over parameter names
+# "all"; "head", which is the layer defined last, or "body", all others; or glob patterns over parameter names.
+Select = str | Sequence[str]
 
 
 def layer_of(parameter_name: str) -> str:
@@ -42,6 +43,11 @@ def selected_names(model: nn.Module, select: Select) -> tuple[str, ...]:
         return names
     if select in ("head", "body"):
         head = layer_of(names[-1])
+        if not head.startswith("head") and any(name.startswith("head.") for name in names):
+            raise ConfigError(
+                f"{select!r} takes the layer defined last, here {head}, for the head, but this model has one called "
+                "head before it: choose parameters by pattern, such as 'head.*'"
+            )
         chosen = tuple(name for name in names if (layer_of(name) == head) == (select == "head"))
         if not chosen:
             raise ConfigError(f"the model has a single layer, {head}, so it has no body to adapt")
