@@ -99,11 +99,6 @@ def test_permutation_of_known_order() -> None:
     assert Permutation(torch.tensor([2, 0, 1]))(torch.tensor([[5.0, 6.0, 7.0]])).tolist() == [[7.0, 5.0, 6.0]]
 
 
-def test_many_permutations_is_100_tasks_of_200() -> None:
-    tasks = streams.many_permutations(300, pixels=16, seed=0)
-    assert [len(task.train_indices) for task in tasks] == [200] * 100
-
-
 def test_split_shows_every_image_once_in_tasks_of_two_classes() -> None:
     tasks = streams.split_classes(LABELS, seed=0)
     assert [task.classes for task in tasks] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]

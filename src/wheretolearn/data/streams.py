@@ -83,11 +83,6 @@ def permutations(images: int, *, tasks: int = 20, examples: int = 1000, pixels: 
     return [Task(chosen, Permutation(order)) for chosen, order in zip(indices, orders, strict=True)]
 
 
-def many_permutations(images: int, *, pixels: int = 784, seed: int) -> list[Task]:
-    """MNIST many permutations: 100 tasks of 200 examples."""
-    return permutations(images, tasks=100, examples=200, pixels=pixels, seed=seed)
-
-
 def split_classes(
     labels: npt.NDArray[np.integer] | Tensor,
     *,
