@@ -2,9 +2,13 @@ from dataclasses import FrozenInstanceError, dataclass, field
 from typing import Literal
 
 import pytest
+import torch
 
 from wheretolearn.config import describe, from_dict, merge, parse_overrides, setting, to_dict, toml_text
+from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.errors import ConfigError
+from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.online.config import OnlineConfig
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,16 @@ def test_error_without_a_source_starts_with_the_problem() -> None:
         from_dict(TrainConfig, {"dataset": "x", "stepss": 1})
 
 
+def test_the_largest_number_of_float32_is_accepted() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert read(inner_lr=largest, clip=-largest).inner_lr == largest
+
+
 def test_int_is_accepted_for_float_and_becomes_one() -> None:
     assert isinstance(read(inner_lr=1).inner_lr, float)
+
+
+BEYOND_FLOAT32 = "which is beyond 3.403e+38, the largest number of float32"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +110,10 @@ def test_int_is_accepted_for_float_and_becomes_one() -> None:
         ({"inner_lr": True}, '"inner_lr" expects float, got true'),
         ({"inner_lr": float("nan")}, '"inner_lr" expects float, got nan, which is not finite'),
         ({"inner_lr": float("inf")}, '"inner_lr" expects float, got inf, which is not finite'),
-        ({"inner_lr": 10**400}, f'"inner_lr" expects float, got {10**400}, which is not finite'),
+        ({"inner_lr": 1e300}, f'"inner_lr" expects float, got 1e+300, {BEYOND_FLOAT32}'),
+        ({"inner_lr": -3.5e38}, f'"inner_lr" expects float, got -3.5e+38, {BEYOND_FLOAT32}'),
+        ({"inner_lr": 10**400}, f'"inner_lr" expects float, got {10**400}, {BEYOND_FLOAT32}'),
+        ({"clip": 10**39}, f'"clip" expects float or none, got {10**39}, {BEYOND_FLOAT32}'),
         ({"clip": float("-inf")}, '"clip" expects float or none, got -inf, which is not finite'),
         ({"first_order": 1}, '"first_order" expects true or false, got 1'),
         ({"first_order": "True"}, '"first_order" expects true or false, got "True"; write true'),
@@ -114,6 +129,24 @@ def test_int_is_accepted_for_float_and_becomes_one() -> None:
 )
 def test_wrong_type_names_key_value_and_expected_type(values: dict[str, object], expected: str) -> None:
     assert refusal(**values) == f"my.toml: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *[(FewShotConfig, name) for name in ("inner_lr", "theta_lr", "mask_lr", "mask_init")],
+        *[(OnlineConfig, name) for name in ("lr", "inner_lr", "mask_lr", "mean_eta", "initial_std", "logit_init")],
+        *[(ContinualConfig, name) for name in ("lr", "mask_lr")],
+    ],
+)
+def test_rates_that_overflow_in_an_optimizer_are_refused(kind: type, name: str) -> None:
+    linear = {"mask": "linear"} if kind is FewShotConfig else {}
+    from_dict(kind, {**linear, name: 1e30})
+    with pytest.raises(ConfigError, match=rf"{name} must lie between -1e\+30 and 1e\+30, not 1\.1e\+30"):
+        from_dict(kind, {**linear, name: 1.1e30})
+    if name in ("mask_init", "logit_init"):
+        with pytest.raises(ConfigError, match=rf"{name} must lie between"):
+            from_dict(kind, {**linear, name: -1.1e30})
 
 
 def test_literal_does_not_take_true_for_one() -> None:

@@ -19,6 +19,8 @@ from wheretolearn.errors import ConfigError
 T = TypeVar("T")
 
 MAX_INT = 2**31 - 1  # more than anyone counts to, and less than what overflows somewhere
+MAX_FLOAT = (2 - 2**-23) * 2.0**127  # the largest number of float32, in which networks calculate
+MAX_RATE = 1e30  # Adam divides rates by small numbers, which the largest of float32 do not survive
 
 
 class SettingRow(NamedTuple):
@@ -78,6 +80,14 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             nested = {name: nested}
         values = merge(values, nested)
     return values
+
+
+def check_rates(config: object, names: str) -> None:
+    """Refuse learning rates and start values, named with spaces between them, with which no optimizer can calculate."""
+    for name in names.split():
+        value = getattr(config, name)
+        if value is not None and abs(value) > MAX_RATE:
+            raise ConfigError(f"{name} must lie between {-MAX_RATE:g} and {MAX_RATE:g}, not {value}")
 
 
 def describe(cls: type) -> list[SettingRow]:
@@ -167,7 +177,7 @@ def _convert(value: object, kind: Any, key: str, where: str) -> Any:
         return _build(kind, value, f"{key}.", where)
     if kind is float:
         # No setting means anything as NaN or infinity, and range checks would let them through.
-        if type(value) not in (int, float) or not _is_finite(typing.cast(float, value)):
+        if type(value) not in (int, float) or not abs(typing.cast(float, value)) <= MAX_FLOAT:
             raise wrong
         return float(typing.cast(float, value))
     if kind in (int, bool, str):
@@ -177,13 +187,6 @@ def _convert(value: object, kind: Any, key: str, where: str) -> Any:
     if kind in (object, Any):
         return value
     raise TypeError(f"the type of setting {key} is not supported: {kind}")
-
-
-def _is_finite(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an int beyond every float
-        return False
 
 
 def _fields(config: Any) -> list[dataclasses.Field[Any]]:
@@ -246,8 +249,10 @@ def _type_name(kind: Any) -> str:
 def _hint(value: object, kind: Any) -> str:
     """Extra help for the slips people make on a command line."""
     kinds = {kind, *typing.get_args(kind)}
-    if isinstance(value, (int, float)) and float in kinds and not _is_finite(value):
+    if isinstance(value, float) and float in kinds and not math.isfinite(value):
         return ", which is not finite"
+    if isinstance(value, (int, float)) and float in kinds and abs(value) > MAX_FLOAT:
+        return f", which is beyond {MAX_FLOAT:.4g}, the largest number of float32"
     if type(value) is int and int in kinds and abs(value) > MAX_INT:
         return f", which is beyond {MAX_INT}"
     if isinstance(value, str) and kinds & {int, float}:

@@ -6,7 +6,7 @@ from typing import Literal
 from torch import nn
 
 from wheretolearn import models
-from wheretolearn.config import setting
+from wheretolearn.config import check_rates, setting
 from wheretolearn.continual.learners.la_maml import MetaLoss
 from wheretolearn.data.streams import ClassOrder
 from wheretolearn.errors import ConfigError
@@ -14,6 +14,7 @@ from wheretolearn.errors import ConfigError
 ProblemKind = Literal["rotations", "permutations", "split"]
 LearnerKind = Literal["sgd", "er", "mer", "gem", "la-maml", "sparse-la-maml", "sparse-relu-la-maml"]
 LOOK_AHEAD = ("la-maml", "sparse-la-maml", "sparse-relu-la-maml")
+INCIDENTAL = frozenset({"matrix_images", "log_every", "checkpoint_every"})  # settings that make no other experiment
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class ContinualConfig:
         for name in ("mask_lr", "memory_strength"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+        check_rates(self, "lr mask_lr")
         for name in ("mer_beta", "mer_gamma"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must lie above 0 and be at most 1, not {getattr(self, name)}")

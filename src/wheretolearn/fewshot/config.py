@@ -10,7 +10,7 @@ from torch import nn
 
 from wheretolearn import masks, models
 from wheretolearn.batch_norm import BatchNormMode
-from wheretolearn.config import setting
+from wheretolearn.config import check_rates, setting
 from wheretolearn.data.episodes import EpisodeShape
 from wheretolearn.engine.choose import EngineKind
 from wheretolearn.engine.graphed import Precision
@@ -93,6 +93,7 @@ class FewShotConfig:
         for name in positive.split():
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}")
+        check_rates(self, "inner_lr theta_lr mask_lr mask_init")
         if self.ways == 1:
             raise ConfigError("ways must be at least 2: with one class there is nothing to tell apart")
         for name in ("inner_steps", "test_inner_steps", "validation_inner_steps"):

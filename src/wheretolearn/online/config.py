@@ -7,7 +7,7 @@ from typing import Literal
 from torch import nn
 
 from wheretolearn import models
-from wheretolearn.config import setting
+from wheretolearn.config import check_rates, setting
 from wheretolearn.engine.graphed import Precision
 from wheretolearn.errors import ConfigError
 from wheretolearn.online.learners.bgd_inner import Order
@@ -28,6 +28,7 @@ LearnerKind = Literal[
 MASKED = ("sparse-c-maml", "sparse-relu-c-maml")  # those that close weights to their inner loop
 DETECTING = ("c-maml", "c-maml-fixed", *MASKED)  # those that look for changes of the task
 FROZEN = ("maml", "anil")  # those that never change the weights they start from
+INCIDENTAL = frozenset({"precision", "log_every", "checkpoint_every"})  # settings that make no other experiment
 
 GLYPH_LETTERS = ("latin", "greek", "cyrillic", "armenian", "phonetic", "fraktur", "calligraphic", "syllabics")
 
@@ -177,6 +178,7 @@ class OnlineConfig:
         for name in ("inner_steps", "mask_lr", "switch_margin", "update_scale", "l1", "pretrain_seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+        check_rates(self, "lr inner_lr mask_lr mean_eta initial_std logit_init")
         for name in ("ways", "pretrain_validation_classes"):
             if getattr(self, name) < 2:
                 raise ConfigError(f"{name} must be at least 2, not {getattr(self, name)}")
