@@ -140,6 +140,45 @@ def test_a_checkpoint_of_other_settings_is_refused(new_run):
             training.train_together([run])
 
 
+def stopped_run(new_run, **early):
+    """A run of which a checkpoint is there; ``early`` entries take the place of what it stores of its settings."""
+    run = new_run("run", 3, learner="la-maml")
+    lanes = training._Lanes([run], "cpu", None, None)
+    lanes.advance()
+    lanes.save()
+    if early:
+        saved = checkpoint.load_latest(run)
+        state = {name: value for name, value in saved.state.items() if name not in ("seed", "settings")}
+        checkpoint.save(run, state | early, 2)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"lr": 0.7}, "lr="), ({"mask_lr": 0.9}, "mask_lr="), ({"problem": "permutations"}, 'problem="rotations"')],
+)
+def test_a_checkpoint_of_other_settings_is_refused_where_all_sizes_fit(new_run, change, told):
+    run = stopped_run(new_run)
+    run.info["config"] = run.config | change
+    with pytest.raises(MismatchError, match=f"belongs to other settings than run.json has .it was saved with {told}"):
+        training.train_together([run])
+
+
+def test_a_checkpoint_of_another_seed_is_refused(new_run):
+    run = stopped_run(new_run)
+    run.info["seed"] = 4
+    with pytest.raises(MismatchError, match=r"saved with seed=3\)"):
+        training.train_together([run])
+
+
+@pytest.mark.parametrize("early", [{}, {"of an early version": True}])
+def test_a_checkpoint_goes_on_with_other_settings_that_change_no_result(new_run, early):
+    run = stopped_run(new_run, **early)
+    run.info["config"] = run.config | {"checkpoint_every": 7}
+    training.train_together([run])
+    assert training.finished(run)
+
+
 def test_what_is_written(new_run):
     run = new_run("run", 1, learner="sparse-la-maml", width=64, glances=5)
     training.train_together([run])

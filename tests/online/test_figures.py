@@ -6,6 +6,8 @@ import warnings
 import pytest
 from matplotlib.figure import Figure
 
+from wheretolearn.cli.figures import figures
+from wheretolearn.cli.report import report
 from wheretolearn.config import to_dict
 from wheretolearn.errors import UserError
 from wheretolearn.online.config import OnlineConfig
@@ -95,6 +97,17 @@ def test_groups_are_named_by_their_learners_and_drawn_together(tmp_path):
         "sparsity-over-time-sparse-c-maml",
     }
     assert sorted(labels(drawings["accuracy-over-time"].figure)) == ["online-adam", "sparse-c-maml"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"accuracy": 0.5, "accuracy_by_source": {}}'])
+def test_a_damaged_result_is_named_by_pages_and_figures(text, tmp_path):
+    run = make(tmp_path / "run")
+    (run.path / "result.json").write_text(text)
+    for draw_it in (lambda: report([run.path], None, tmp_path / "page.html"), lambda: figures([run.path])):
+        with pytest.raises(UserError, match=r"run/result\.json is damaged"):
+            draw_it()
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert not (run.path / "figures").exists()
 
 
 def test_a_damaged_record_is_named(tmp_path):

@@ -1,15 +1,19 @@
 """Runs in one process: what a learner gets to see and when, what is measured, stopping, resuming, failing."""
 
 import os
+import re
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from wheretolearn.config import to_dict
 from wheretolearn.errors import MismatchError, NonFiniteError, Stopped
 from wheretolearn.online import training
+from wheretolearn.online.config import GLYPHS
 from wheretolearn.online.learners.base import OnlineLearner
 from wheretolearn.online.learners.network import arithmetic_for
 from wheretolearn.online.problem import Problem, SourceImages
@@ -255,17 +259,118 @@ def test_a_loss_that_the_learner_finds_not_finite_names_run_and_step(make_run):
         train(run)
 
 
-def test_a_checkpoint_of_other_settings_is_refused(make_run):
+def edit(run: RunFolder, seed: int | None = None, **settings):
+    """Change run.json by hand."""
+    info = read_json(run.path / "run.json")
+    info["config"] |= settings
+    info["seed"] = info["seed"] if seed is None else seed
+    write_json(run.path / "run.json", info)
+
+
+@pytest.fixture
+def stopped(make_run) -> RunFolder:
+    with make_run() as run, pytest.raises(Stopped):
+        train(run, StopAt(8))
+    return run
+
+
+OTHER_SOURCES = [to_dict(replace(source, probability=p)) for source, p in zip(GLYPHS, (0.25, 0.5, 0.25), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("change", "saved_with"),
+    [
+        ({"width": 6}, "width=4"),
+        ({"learner": "c-maml-fixed"}, 'learner="sparse-c-maml"'),
+        ({"learner": "online-adam"}, 'learner="sparse-c-maml"'),
+        ({"shots": 1}, "shots=5"),
+        ({"buffer": 2}, "buffer=100"),
+        ({"seed": 3}, "seed=0"),
+        ({"sources": OTHER_SOURCES}, 'sources=[{data = "glyphs", probability = 0.5'),
+        ({"seed": 3, "p": 0.5}, "seed=0, p=0.8"),
+        ({"inner_lr": 0.3}, "inner_lr=0.1"),
+        ({"steps": 30}, "steps=24"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(change, saved_with, stopped):
+    edit(stopped, **change)
+    told = re.escape(f"belongs to other settings than run.json has (it was saved with {saved_with}")
+    with RunFolder.open(stopped.path) as changed, pytest.raises(MismatchError, match=told):
+        train(changed)
+
+
+def test_a_result_is_not_measured_anew_from_other_settings(make_run):
     with make_run() as run:
-        with pytest.raises(Stopped):
-            train(run, StopAt(8))
-        info = read_json(run.path / "run.json")
-        kept = dict(info["config"])
-    for change in ({"width": 6}, {"learner": "c-maml-fixed"}, {"learner": "online-adam"}, {"shots": 1}, {"buffer": 2}):
-        info["config"] = kept | change
-        write_json(run.path / "run.json", info)
-        with RunFolder.open(run.path) as changed, pytest.raises(MismatchError, match="belongs to other settings"):
+        train(run)
+    (run.path / "result.json").unlink()
+    edit(run, seed=3)
+    with RunFolder.open(run.path) as changed, pytest.raises(MismatchError, match=r"\(it was saved with seed=0\)"):
+        train(changed)
+    assert not finished(run)
+
+
+@pytest.mark.parametrize("change", [{"log_every": 2, "checkpoint_every": 4}, {"precision": "tf32"}, {"samples": 2}])
+def test_settings_that_make_no_other_run_may_change_before_it_goes_on(change, stopped):
+    edit(stopped, **change)
+    with RunFolder.open(stopped.path) as changed:
+        train(changed)
+        assert finished(changed)
+
+
+def as_saved_before(run: RunFolder, **early):
+    """Give the last checkpoint what early versions kept of the settings."""
+    saved = checkpoint.load_latest(run)
+    state = {name: value for name, value in saved.state.items() if name not in ("seed", "settings")}
+    with RunFolder.open(run.path) as opened:
+        checkpoint.save(opened, state | early, saved.step)  # in the place of the other
+
+
+@pytest.mark.parametrize("early", [{"stored": [10, 5, 100]}, {}])
+def test_checkpoints_of_early_versions_are_taken_as_ever(early, make_run, stopped):
+    with make_run("straight") as straight:
+        train(straight)
+    as_saved_before(stopped, kind="sparse-c-maml", **early)
+    with RunFolder.open(stopped.path) as opened:
+        train(opened)
+        assert_same_end(straight, opened)
+
+
+def test_checkpoints_of_early_versions_are_refused_for_what_they_kept(stopped):
+    as_saved_before(stopped, kind="sparse-c-maml", stored=[10, 5, 100])
+    for change, saved_with in (({"learner": "c-maml"}, 'learner="sparse-c-maml"'), ({"buffer": 2}, "buffer=100")):
+        kept = dict(read_json(stopped.path / "run.json")["config"])
+        edit(stopped, **change)
+        with RunFolder.open(stopped.path) as changed, pytest.raises(MismatchError, match=saved_with):
             train(changed)
+        edit(stopped, **kept)
+
+
+def drawn(run: RunFolder, part: str) -> Tensor:
+    """The matrices and filters of a new run, of theta or of its mask: at first both are drawn at random."""
+    learner = training._Member(run, {}, "cpu", None, None, 1).learner
+    tensors = learner.theta if part == "theta" else learner.mask.raw
+    return torch.cat([tensor.flatten() for tensor in tensors.values() if tensor.ndim > 1])
+
+
+@pytest.mark.parametrize("part", ["theta", "mask"])
+def test_runs_of_two_seeds_start_from_other_weights_and_masks(part, make_run):
+    one, again, other = (drawn(make_run(name, seed=seed), part) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert torch.equal(one, again)
+    assert (one != other).double().mean() > 0.99
+
+
+def test_sparsity_is_the_share_of_all_weights_that_the_mask_covers(make_run):
+    with make_run() as run:
+        train(run)
+        found, record = result(run), run.metrics()[-1]
+    shares = found["sparsity_by_tensor"]
+    state = checkpoint.load_latest(run).state["learner"]
+    sizes = {name: state[f"theta.{name}"].numel() for name in shares}
+    assert not any("norm" in name for name in shares)
+    assert any("norm" in name for name in state)
+    expected = sum(shares[name] * sizes[name] for name in shares) / sum(sizes.values())
+    assert found["sparsity"] == record["sparsity"] == pytest.approx(expected, rel=1e-12)
+    assert expected != pytest.approx(sum(shares.values()) / len(shares), rel=1e-3)  # tensors count by their sizes
 
 
 def test_a_stream_that_learns_gets_better(make_run):

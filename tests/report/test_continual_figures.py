@@ -30,7 +30,7 @@ from wheretolearn.report.continual import (
 )
 from wheretolearn.report.lines import save
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.storage import write_json
+from wheretolearn.storage import read_json, write_json
 
 TENSORS = ("layer1.weight", "layer1.bias", "head.weight", "head.bias")
 BATCHES = 4  # of each task
@@ -63,8 +63,9 @@ def fake_run(path: Path, seed: int, tasks: int = 3, learned: int | None = None, 
                 run.log(batch, **values)
         if learned is None:
             measured: dict[str, Any] = {"ra": statistics.fmean(matrix[-1]), "accuracy_matrix": matrix}
+            measured |= {"bti": -0.1, "forward_transfer": 0.0, "seconds": 1.0, "runs_at_once": 1}
             if masked:
-                measured |= {"sparsity": 0.3 + seed / 100 - config.width / 1000}
+                measured |= {"sparsity": 0.3 + seed / 100 - config.width / 1000, "sparsity_by_tensor": {}}
             write_json(run.path / "result.json", measured)
     return path
 
@@ -286,9 +287,12 @@ def test_names_in_any_script_can_be_drawn(tmp_path: Path) -> None:
         assert "\u4e2d$x^{&lt;&amp;" in svg.read_text()
 
 
-def test_a_damaged_result_names_its_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [{"accuracy_matrix": [[0.1, 0.2]]}, {"accuracy_matrix": None}, {"ra": "high"}, {"bti": None}]
+)
+def test_a_damaged_result_names_its_file(damage: dict[str, Any], tmp_path: Path) -> None:
     path = fake_run(tmp_path / "run", 0)
-    write_json(path / "result.json", {"ra": 0.5, "accuracy_matrix": [[0.1, 0.2]]})
+    write_json(path / "result.json", read_json(path / "result.json") | damage)
     with pytest.raises(UserError, match=r"run/result\.json is damaged"):
         read_run(RunFolder.open(path))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from wheretolearn.continual.config import LOOK_AHEAD, ContinualConfig
+from wheretolearn.continual.config import INCIDENTAL, LOOK_AHEAD, ContinualConfig
 from wheretolearn.continual.training import RESULT, result, settings_of
 from wheretolearn.errors import UserError
 from wheretolearn.runs.folder import RunFolder
@@ -49,7 +49,7 @@ CONTINUAL = Protocol(
     name="continual",
     settings=ContinualConfig,
     measure="RA",
-    incidental={"matrix_images", "log_every", "checkpoint_every"},
+    incidental=INCIDENTAL,
     measured_by=measured_by,
     notes=_notes,
     together="at once in one process",

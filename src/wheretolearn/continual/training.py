@@ -11,12 +11,12 @@ from torch import Tensor
 
 from wheretolearn.config import from_dict, to_dict
 from wheretolearn.continual import metrics
-from wheretolearn.continual.config import ContinualConfig
+from wheretolearn.continual.config import INCIDENTAL, ContinualConfig
 from wheretolearn.continual.learners.base import Learner
 from wheretolearn.continual.learners.make import make_learner
 from wheretolearn.continual.problem import Problem
 from wheretolearn.continual.recorded import Recorded
-from wheretolearn.errors import MismatchError, NonFiniteError, Stopped, UserError
+from wheretolearn.errors import NonFiniteError, Stopped, UserError
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
@@ -212,7 +212,7 @@ class _Lanes:
             own = {name: (t if t.ndim == 0 else t[lane]).clone() for name, t in state.items()}
             others = [other.path.name for other in self.runs]
             values = {"learner": own, "matrix": progress.matrix, "seconds": progress.seconds, "lanes": others}
-            checkpoint.save(run, values, progress.batches)
+            checkpoint.save(run, checkpoint.identity(run) | values, progress.batches)
 
     def finish(self) -> None:
         """Leave the network and what was measured; the result comes last: where it is, the run is finished."""
@@ -239,6 +239,7 @@ class _Lanes:
             run.rewind(saved[number].step if saved else 0)
             if saved:
                 own = saved[number]
+                checkpoint.check_identity(run, own.state, ContinualConfig, INCIDENTAL)
                 progress.batches, progress.seconds, progress.matrix = (
                     own.step,
                     own.state["seconds"],
@@ -257,10 +258,7 @@ class _Lanes:
                 {n: t if t.ndim == 0 else torch.stack([own[n] for own in states]) for n, t in states[0].items()}
             )
         except (KeyError, RuntimeError) as error:
-            raise MismatchError(
-                f"{self.runs[0].path}: its checkpoint belongs to other settings than run.json has; "
-                "put run.json back as it was, or start anew in another folder"
-            ) from error
+            raise checkpoint.mismatch(self.runs[0]) from error
 
     def _test_after(self, task: int) -> None:
         """All test images where the result depends on it: of the task just learned, and of all at the end."""

@@ -6,7 +6,8 @@ What makes it fast:
   once, less their mean. Batch norm's variance follows from the patches' covariance (w'Cov w), its gradient from that
   of the filters: the largest activation of the network is written once, normalised, and read once, by pooling.
 - Batch norm's scale and shift come after pooling, where there is a quarter of the work. Where a scale is negative the
-  largest of the scaled is the smallest of the others: such filters change their sign first.
+  largest of the scaled is the smallest of the others: such filters change their sign first. Where a scale is exactly
+  zero all scaled tie: autograd gives the gradient to the first, this to the largest unscaled; both are subgradients.
 - Channels lie innermost, which convolutions and pooling prefer. PyTorch's batch norm is a thousand times less exact in
   this order; here means and variances come from its sums, which are added up pairwise.
 - A bias before batch norm has no effect: it is left out, and its gradient is exactly zero.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wheretolearn.errors import UserError
-from wheretolearn.online.config import OnlineConfig
+from wheretolearn.online.config import INCIDENTAL, OnlineConfig
 from wheretolearn.online.training import RESULT, result
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.records import Measured, Protocol
@@ -17,6 +17,11 @@ def measured_by(runs: Sequence[RunFolder]) -> list[Measured]:
     found = [_read(run) for run in runs]
     common = [measure for measure in found[0].values if all(measure in own.values for own in found)]
     return [replace(own, values={measure: own.values[measure] for measure in common}) for own in found]
+
+
+def measures(run: RunFolder) -> dict[str, float]:
+    """Every number of a finished run, in the unit that ``ONLINE`` tells."""
+    return _read(run).values
 
 
 def _read(run: RunFolder) -> Measured:
@@ -45,7 +50,7 @@ ONLINE = Protocol(
     name="online",
     settings=OnlineConfig,
     measure="accuracy",
-    incidental={"precision", "log_every", "checkpoint_every"},
+    incidental=INCIDENTAL,
     measured_by=measured_by,
     notes=_notes,
     together="runs at once",

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from wheretolearn import masks
-from wheretolearn.config import from_dict
+from wheretolearn.config import from_dict, toml_text
 from wheretolearn.engine.choose import arithmetic_that_runs, choose
 from wheretolearn.engine.graphed import Arithmetic
 from wheretolearn.engine.task import InnerLoop
-from wheretolearn.errors import MismatchError, NonFiniteError, Stopped, UserError
+from wheretolearn.errors import NonFiniteError, Stopped, UserError
 from wheretolearn.online import metrics
 from wheretolearn.online.c_maml_lanes import CMAMLLanes
-from wheretolearn.online.config import DETECTING, OnlineConfig
+from wheretolearn.online.config import DETECTING, INCIDENTAL, OnlineConfig
 from wheretolearn.online.learners.c_maml import CMAML
 from wheretolearn.online.learners.make import make_learner
 from wheretolearn.online.pretraining import cache_folder, pretrained_weights
@@ -242,8 +242,7 @@ class _Member:
 
     def save(self) -> None:
         state = {
-            "kind": self.config.learner,
-            "stored": self._stored_sizes(),
+            **checkpoint.identity(self.run),
             "right": self._right(),  # first, as it waits for the device
             "learner": {name: tensor.cpu() for name, tensor in self.learner.state().items()},
             "detected": self.detected[: self.done].clone(),
@@ -251,27 +250,21 @@ class _Member:
         }
         checkpoint.save(self.run, state, self.done)
 
-    def _stored_sizes(self) -> list[int]:
-        """What the sizes of batches in a checkpoint follow from."""
-        return [self.config.ways, self.config.shots, self.config.buffer]
-
     def _restore(self, notify: Notify | None) -> None:
         saved = checkpoint.load_latest(self.run)
         self.run.rewind(saved.step if saved else 0)
         if saved is None:
             return
-        state, stored = saved.state, self._stored_sizes()
+        state = saved.state
+        checkpoint.check_identity(self.run, state, OnlineConfig, INCIDENTAL)
+        if differing := self._early_differences(state):
+            raise checkpoint.mismatch(self.run, differing)
         try:
-            if state["kind"] != self.config.learner or state.get("stored", stored) != stored:
-                raise KeyError(state["kind"])
             self.learner.restore(state["learner"])
             self.right[: saved.step] = state["right"].to(self.right.device)
             self.detected[: saved.step] = state["detected"]
         except (KeyError, RuntimeError) as error:
-            raise MismatchError(
-                f"{self.run.path}: its checkpoint belongs to other settings than run.json has; "
-                "put run.json back as it was, or start anew in another folder"
-            ) from error
+            raise checkpoint.mismatch(self.run) from error
         self.done, self._earlier = saved.step, state["seconds"]
         self.concluded = self.done
         for note in saved.notes:
@@ -279,6 +272,14 @@ class _Member:
                 notify(note)
         if self.report is not None:
             self.report(self.run, self.done, {})
+
+    def _early_differences(self, state: Mapping[str, Any]) -> list[str]:
+        """Where run.json differs from the little that checkpoints of early versions tell of their settings."""
+        if "kind" not in state:
+            return []
+        sizes = zip(("ways", "shots", "buffer"), state.get("stored", ()), strict=False)
+        kept = {"learner": state["kind"], **dict(sizes)}
+        return [f"{name}={toml_text(value)}" for name, value in kept.items() if value != getattr(self.config, name)]
 
     def _right(self) -> Tensor:
         """How many images of every step so far were predicted rightly, on the CPU; an error where one diverged."""

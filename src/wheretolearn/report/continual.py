@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from wheretolearn.continual.config import ContinualConfig
+from wheretolearn.continual.records import measures
 from wheretolearn.continual.training import RESULT, finished, result, settings_of
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.report.figures import INK, MUTED, STYLE, percent_axis
@@ -71,6 +72,8 @@ def read_run(run: RunFolder) -> ContinualRun:
         )
     records = run.metrics()
     measured = result(run) if finished(run) else None
+    if measured is not None:
+        measures(run)  # a damaged result is told, not left out
     try:
         if measured is not None:
             matrix = np.array(measured["accuracy_matrix"], dtype=float)

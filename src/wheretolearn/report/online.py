@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from wheretolearn.errors import UserError
 from wheretolearn.online import metrics
 from wheretolearn.online.config import OnlineConfig
+from wheretolearn.online.records import measures
 from wheretolearn.online.training import finished, settings_of
 from wheretolearn.report.figures import INK, MUTED, STYLE, percent_axis
 from wheretolearn.report.groups import Group, group_lines, grouped
@@ -57,6 +58,8 @@ class OnlineRun:
 
 
 def read_run(run: RunFolder) -> OnlineRun:
+    if finished(run):
+        measures(run)  # a damaged result is told, not left out
     records = [record for record in run.metrics() if "accuracies" in record]
     try:
         return OnlineRun(

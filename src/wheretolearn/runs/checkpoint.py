@@ -10,7 +10,7 @@ import pickle
 import random
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wheretolearn.errors import UserError
+from wheretolearn.config import differences, from_dict
+from wheretolearn.errors import MismatchError, UserError
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.storage import atomic_write, remove_leftovers
 
@@ -98,6 +99,36 @@ def load_latest(run: RunFolder | str | PathLike[str], at_most: int | None = None
     if notes:
         raise UserError("; ".join(notes) + ". No other is left: start again in a new folder.")
     return None
+
+
+def identity(run: RunFolder) -> dict[str, Any]:
+    """What a checkpoint stores of the run that it is of, for ``check_identity``."""
+    return {"seed": run.seed, "settings": run.config}
+
+
+def check_identity(run: RunFolder, state: Mapping[str, Any], settings: type[Any], incidental: Set[str]) -> None:
+    """Refuse a checkpoint that was saved with another seed or settings than run.json has now.
+
+    Settings that are ``incidental`` may differ, and so may those without effect. Early versions kept neither.
+    """
+    if "settings" not in state:
+        return
+    now = from_dict(settings, run.config, where=str(run.path))
+    before = from_dict(settings, state["settings"], where=f"the checkpoint of {run.path}")
+    found = [text for name, text in differences(now, before).items() if name not in incidental]
+    if state["seed"] != run.seed:
+        found.insert(0, f"seed={state['seed']}")
+    if found:
+        raise mismatch(run, found)
+
+
+def mismatch(run: RunFolder, saved_with: Sequence[str] = ()) -> MismatchError:
+    """For a checkpoint of another run; ``saved_with`` names what differs, as NAME=VALUE."""
+    told = f" (it was saved with {', '.join(saved_with)})" if saved_with else ""
+    return MismatchError(
+        f"{run.path}: its checkpoint belongs to other settings than run.json has{told}; "
+        "put run.json back as it was, or start anew in another folder"
+    )
 
 
 def model_signature(model: nn.Module) -> dict[str, list[int]]:
