@@ -546,13 +546,24 @@ def test_class_folders_make_one_split_in_name_order(tmp_path, workspace):
     save_image(tmp_path / "own" / "zebra" / "1.png", (9, 8, 7))
     save_image(tmp_path / "own" / "ant" / "2.bmp", (1, 2, 3))
     save_image(tmp_path / "own" / "ant" / "1.GIF", 0, mode="L")
-    for other in ("notes.txt", "film.mpg", "data.h5", "page.eps"):
+    for other in ("notes.txt", "film.mpg", "data.h5", "page.eps", "page.pdf", "film.fli", "drawing.emf", "wind.grib"):
         (tmp_path / "own" / "ant" / other).write_text("not an image")
     (tmp_path / "own" / "ant" / "._1.png").write_text("litter")
     splits = read_class_folders(tmp_path / "own", workspace, SHAPE)
     assert list(splits) == ["all"]
     assert splits["all"].classes == ("ant", "zebra")
     assert pixels(splits["all"])[:, 0, 0].tolist() == [[0, 0, 0], [1, 2, 3], [9, 8, 7]]
+
+
+FORMATS = ("avif", "bmp", "gif", "icns", "ico", "jp2", "jpg", "mpo", "pcx", "png", "qoi", "tga", "tif", "webp")
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_images_of_every_common_format_are_found_and_read(tmp_path, workspace, suffix):
+    save_image(tmp_path / "own" / "ant" / f"1.{suffix}", (250, 250, 250), (64, 64))
+    save_image(tmp_path / "own" / "zebra" / f"1.{suffix.upper()}", (5, 5, 5), (64, 64))
+    found = pixels(read_class_folders(tmp_path / "own", workspace, SHAPE)["all"])
+    np.testing.assert_allclose(found[:, 4, 4].astype(int), [[250] * 3, [5] * 3], atol=3)
 
 
 def test_class_folders_below_split_folders(tmp_path, workspace):
@@ -609,6 +620,10 @@ def decoded(image: Image.Image, channels: int = 3, size: int = 2, kind: str = "P
     return decode(Picture("x", buffer.getvalue), size, size, channels)
 
 
+# L 45.76 of 100, and a -26.2 and b 10.3 counted from 128: RGB 60, 120, 90.
+LAB = Image.new("LAB", (4, 4), (117, 102, 138))
+
+
 @pytest.mark.parametrize(
     ("image", "kind", "expected"),
     [
@@ -620,8 +635,9 @@ def decoded(image: Image.Image, channels: int = 3, size: int = 2, kind: str = "P
         (Image.new("1", (4, 4), 1), "PNG", [255, 255, 255]),
         (Image.fromarray(np.full((4, 4), 257 * 100, dtype=np.uint16)), "PNG", [100, 100, 100]),
         (Image.fromarray(np.full((4, 4), 0.5, dtype=np.float32)), "TIFF", [128, 128, 128]),
+        (LAB, "TIFF", [60, 120, 90]),
     ],
-    ids=["transparent", "opaque", "grey-alpha", "palette", "cmyk", "bilevel", "16-bit", "float"],
+    ids=["transparent", "opaque", "grey-alpha", "palette", "cmyk", "bilevel", "16-bit", "float", "lab"],
 )
 def test_unusual_images_become_rgb(image, kind, expected):
     result = decoded(image, kind=kind)
@@ -636,6 +652,9 @@ def test_a_picture_with_pixels_that_are_no_numbers_is_an_error():
 
 def test_colour_becomes_grey_when_one_channel_is_asked_for():
     assert decoded(Image.new("RGB", (4, 4), (255, 255, 255)), channels=1).tolist() == [[[255], [255]]] * 2
+    np.testing.assert_allclose(
+        decoded(LAB, channels=1, kind="TIFF")[0, 0], 0.299 * 60 + 0.587 * 120 + 0.114 * 90, atol=1
+    )
 
 
 def test_exif_orientation_is_applied():

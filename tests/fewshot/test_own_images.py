@@ -304,6 +304,18 @@ def test_modes_and_formats_come_out_alike(tmp_path):
     assert np.abs(read_one(tmp_path / "wide.png").astype(int) - expected).max() < 60
 
 
+@pytest.mark.parametrize("suffix", ["ico", "jp2", "icns"])
+def test_images_of_rarer_formats_are_learned_from_and_judged(run, tmp_path, suffix):
+    for folder in ("support", "query"):
+        for name, colour in (("red", (250, 0, 0)), ("blue", (0, 0, 250))):
+            (tmp_path / folder / name).mkdir(parents=True)
+            Image.new("RGB", (32, 32), colour).save(tmp_path / folder / name / f"1.{suffix}")
+    outcome = adapt_to_folder(run, tmp_path / "support", tmp_path / "query")
+    assert outcome.support_counts == {"blue": 1, "red": 1}
+    assert [image.file for image in outcome.predictions.images] == [f"blue/1.{suffix}", f"red/1.{suffix}"]
+    assert not any("left out" in note for note in outcome.notes)
+
+
 def test_grey_and_transparent_images_as_colour(tmp_path):
     Image.fromarray(np.full((30, 30), 77, np.uint8)).save(tmp_path / "grey.png")
     Image.fromarray(np.full((30, 30), 77 * 257, np.uint16)).save(tmp_path / "deep.png")

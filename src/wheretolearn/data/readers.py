@@ -47,8 +47,9 @@ CIFAR10_CLASSES = (
 )
 DECODE_CHUNK = 64
 READ_BLOCK = 1 << 20
-# Pillow also lays claim to suffixes of films, documents and data: .mpg, .eps, .h5.
-IMAGE_FORMATS = {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP"}
+# What Pillow lays claim to, but reads only with the help of other programs (weather data, HDF5, Windows' drawings,
+# Ghostscript's pages), and films.
+NO_IMAGES = {"BUFR", "EPS", "FLI", "GRIB", "HDF5", "MPEG", "WMF"}
 
 
 class LayoutError(DataError):
@@ -118,6 +119,8 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
         else:
             scale = 255 / 65535 if image.mode != "I" or highest > 255 else 1.0
         image = Image.fromarray(np.clip(np.rint(values * scale), 0, 255).astype(np.uint8))
+    if image.mode == "LAB":  # which Pillow converts to nothing but RGB
+        image = image.convert("RGB")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
@@ -563,7 +566,8 @@ def _descend(folder: Path) -> Path:
 @cache
 def _image_suffixes() -> frozenset[str]:
     extensions = Image.registered_extensions()
-    return frozenset(suffix for suffix, kind in extensions.items() if kind in IMAGE_FORMATS and kind in Image.OPEN)
+    kinds = {*Image.OPEN, "MPO"} - NO_IMAGES  # MPO, a JPEG with others behind it, opens as a JPEG
+    return frozenset(suffix for suffix, kind in extensions.items() if kind in kinds)
 
 
 def _not_found(folder: Path, what: str) -> LayoutError:
