@@ -1,12 +1,15 @@
 """The real command in real processes: what it prints, how it ends, and what survives."""
 
+import functools
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,9 @@ import torch
 from PIL import Image
 
 from wheretolearn import cli
+from wheretolearn.cli import fewshot
 from wheretolearn.data import glyphs
+from wheretolearn.errors import UserError
 from wheretolearn.runs import checkpoint, environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import load_all
@@ -323,6 +328,19 @@ def test_evaluate_where_results_cannot_be_kept(straight, tmp_path, run_command):
     (tmp_path / "run" / "evaluations").write_text("in the way")
     result = run_command("evaluate", tmp_path / "run", "--split", "scripts", "--tasks", 2)
     assert_message(result, str(tmp_path / "run" / "evaluations"))
+    assert result.stdout == ""
+
+
+def test_what_is_measured_is_shown_even_where_it_cannot_be_kept(straight, tmp_path, run_command):
+    shutil.copytree(straight, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
+    steps = RunFolder.open(straight).config["test_inner_steps"]
+    in_the_way = tmp_path / "run" / "evaluations" / f"glyphs-scripts-2-tasks-{steps}-steps.json"
+    in_the_way.mkdir(parents=True)
+    splits = ("--split", "scripts", "--split", "validation")
+    result = run_command("evaluate", tmp_path / "run", *splits, "--tasks", 2, "--threads", 1)
+    assert_message(result, "cannot write", str(in_the_way))
+    assert headings(result) == ["glyphs/scripts", "glyphs/validation", "sparsity"]
+    assert (in_the_way.parent / f"glyphs-validation-2-tasks-{steps}-steps.json").is_file()
 
 
 @pytest.mark.parametrize("command", ["resume", "evaluate"])
@@ -501,6 +519,78 @@ def test_a_loss_of_one_of_several_runs_has_its_exit_code(tmp_path, run_command):
 def test_a_slip_with_several_runs_leaves_none_behind(run_command, tmp_path, slip, parts):
     assert_message(run_command("train", tmp_path / "runs", *slip), *parts)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "continual", "online"])
+def test_more_runs_than_files_can_be_open_leave_none_behind(tmp_path, command):
+    started = [sys.executable, "-m", "wheretolearn", command, tmp_path / "many", "--seeds", "400"]
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, 256))
+    result = subprocess.run(started, preexec_fn=limit, capture_output=True, text=True)
+    assert_message(result, "400 runs keep up to 864 files open", "allows 256", "ulimit -n 864")
+    assert not (tmp_path / "many").exists()
+
+
+def test_more_runs_than_files_can_be_open_are_not_resumed(monkeypatch, tmp_path):
+    RunFolder.create(tmp_path / "run", {}, 0, "fewshot").close()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65, 65))
+    with pytest.raises(UserError, match="1 runs keep up to 66 files open"):
+        fewshot.resume([tmp_path / "run"], device="cpu")
+
+
+def memory_is_counted():
+    """Whether the machine refuses more memory than it has, rather than kill whoever then uses it."""
+    policy = Path("/proc/sys/vm/overcommit_memory")
+    return policy.is_file() and policy.read_text().strip() != "1"
+
+
+needs_counted_memory = pytest.mark.skipif(not memory_is_counted(), reason="this machine grants memory it has not")
+
+
+@needs_counted_memory
+@pytest.mark.parametrize(
+    ("command", "settings", "asked"),
+    [
+        ("train", ["width=2000000"], "144000000000000 bytes"),
+        ("train", ["tasks_per_step=2000000000"], "bytes"),
+        ("train", ["outer_steps=1", "validation_tasks=2000000000"], "bytes"),
+        ("continual", ["memory=2000000000"], "bytes"),
+        ("online", ["learner=metabgd", "samples=2000000000"], "bytes"),
+    ],
+)
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_sizes_beyond_all_memory_end_in_one_line(tmp_path, run_command, command, settings, asked, seeds):
+    small = [f"--set={setting}" for setting in ("width=8", *settings)]
+    result = run_command(command, tmp_path / "run", "--device", "cpu", "--seeds", seeds, *small)
+    assert_message(result, "not enough memory", asked, "make smaller")
+
+
+@needs_counted_memory
+def test_more_tasks_than_fit_in_memory_are_refused(straight, run_command):
+    result = run_command("evaluate", straight, "--split", "scripts", "--tasks", 2_000_000_000)
+    assert_message(result, "not enough memory", "--tasks")
+
+
+@pytest.mark.parametrize("option", ["--tasks", "--steps"])
+def test_options_have_an_upper_bound(straight, run_command, option):
+    result = run_command("evaluate", straight, option, 10**21)
+    assert_message(result, option, "2147483647", code=2)
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        *[("train", f"{name}=1e300") for name in ("inner_lr", "theta_lr", "mask_lr", "outer_clamp", "mask_init")],
+        *[("train", f"{name}=3e38") for name in ("theta_lr", "mask_lr")],
+        *[("online", f"{name}=1e300") for name in ("lr", "mask_lr", "initial_std", "logit_init")],
+        *[("online", f"{name}=3e38") for name in ("lr", "mask_lr")],
+        *[("continual", f"{name}=1e300") for name in ("lr", "mask_lr", "clip_norm")],
+    ],
+)
+def test_numbers_too_large_to_calculate_with_leave_no_run_behind(tmp_path, run_command, command, setting):
+    mask = ["--set", "mask=relu"] if command == "train" else []
+    result = run_command(command, tmp_path / "run", *mask, "--set", setting, "--seeds", 2)
+    assert_message(result, setting.partition("=")[0])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_preset_at_quick_scale_trains_and_its_mask_after_it(tmp_path, run_command):

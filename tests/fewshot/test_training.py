@@ -18,7 +18,7 @@ from wheretolearn.fewshot import training, worker
 from wheretolearn.fewshot.config import FewShotConfig, MaskKind
 from wheretolearn.fewshot.learner import new_learner
 from wheretolearn.fewshot.tasks import TaskSource, check_images
-from wheretolearn.fewshot.trained import best_folders, evaluate_run, load_trained
+from wheretolearn.fewshot.trained import best_folders, evaluate_run, load_trained, planned
 from wheretolearn.fewshot.training import train, train_together
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
@@ -212,8 +212,29 @@ def test_evaluation_on_images_of_another_size_is_refused(new_run, stripes):
     split = stripes(name="wide")
     wide = ImageSplit("wide/train", split.images.repeat(2, 1), split.class_offsets, split.classes, split.groups)
     image_set.write("wide", {"train": wide}, {})
-    with pytest.raises(DataError, match=r"32x16x1.*16x16x1"):
-        evaluate_run(run, "train", data="wide")
+    for measure in (planned, evaluate_run):
+        with pytest.raises(DataError, match=r"32x16x1.*16x16x1"):
+            measure(run, split="train", data="wide")
+
+
+def test_what_cannot_be_measured_fails_before_any_measurement(new_run, stripes, monkeypatch):
+    run = new_run(validate_every=1, keep_best=3)
+    train(run)
+    assert planned(run, "stripes", "train", ensemble=True).models == 3
+    image_set.write("scarce", {"train": stripes(drawings=3)}, {})
+    with pytest.raises(DataError, match="has 3 images; 4 per class are needed"):
+        planned(run, "scarce", "train")
+    image_set.write("few", {"train": stripes(classes=4)}, {})
+    with pytest.raises(DataError, match="has 4 classes; 5 are needed"):
+        planned(run, "few", "train")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(UserError, match=r"cannot keep results in .*evaluations: .* cannot be written to"):
+            planned(run, "stripes", "train")
+    (run.path / "best" / "3" / "mask.safetensors").unlink()
+    planned(run, "stripes", "train")
+    with pytest.raises(UserError, match=r"best/3/mask\.safetensors is missing"):
+        planned(run, "stripes", "train", ensemble=True)
 
 
 def test_evaluation_is_recorded_and_repeatable(new_run):

@@ -83,6 +83,30 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
         create(tmp_path / "file")
 
 
+def test_a_run_for_which_no_file_can_be_opened_says_so(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"run in .*empty: Too many open files"):
+            create(tmp_path / "empty")
+        with pytest.raises(UserError, match=r"cannot write to .*empty: Too many open files"):
+            RunFolder(tmp_path / "empty").lock()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_lock_on_a_full_disk_is_reported_and_let_go(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write to"):
+            create(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    create(tmp_path).close()
+
+
 def test_opening_what_is_not_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path} is not a run folder: it has no run.json"):
         RunFolder.open(tmp_path)

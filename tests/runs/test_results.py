@@ -8,10 +8,11 @@ from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs.results import (
     ResultRecord,
     confidence_interval,
+    duration,
     load_all,
-    markdown_table,
     measured,
     save,
+    short_commit,
 )
 
 
@@ -123,24 +124,9 @@ def test_a_file_that_is_no_record_is_named(tmp_path: Path, text: str) -> None:
         load_all(tmp_path)
 
 
-def test_markdown_table_shows_numbers_misses_and_cells_not_run() -> None:
-    table = markdown_table(
-        [
-            record(),
-            record(paper_value=60.0, paper_std=1.0, values=(66.5,), seeds=(0,), wall_seconds=35.04, commit=None),
-            ResultRecord("table1.a|b", "accuracy", paper_value=64.84, paper_std=0.46),
-            ResultRecord("demo", "sparsity", values=(50.0,), seeds=(0,), wall_seconds=600, notes="one seed"),
-        ]
-    )
-    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines()]
-    assert rows[0][:5] == ["name", "metric", "ours", "paper", "difference"]
-    assert rows[2] == [
-        *["table1.sparse-maml", "accuracy", "67.00 ± 1.00 %", "67.03 ± 0.74 %", "-0.03 (within 1 std)"],
-        *["3", "one GPU", "1 h 02 min", "0123456789+changes", ""],
-    ]
-    assert rows[3][2:9] == ["66.50 %", "60.00 ± 1.00 %", "+6.50 (within 7 std)", "1", "one GPU", "35.0 s", ""]
-    assert rows[4] == ["table1.a\\|b", "accuracy", "not run", "64.84 ± 0.46 %", "", "", "", "", "", ""]
-    assert rows[5][2:] == ["50.00 %", "", "", "1", "", "10 min", "", "one seed"]
+def test_durations_and_commits_are_short() -> None:
+    assert [duration(seconds) for seconds in (35.04, 600.0, 3725.0)] == ["35.0 s", "10 min", "1 h 02 min"]
+    assert [short_commit(name) for name in ("0123456789abcdef+changes", None)] == ["0123456789+changes", ""]
 
 
 def test_measured_fills_in_where_and_when() -> None:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from wheretolearn.cli.common import Device, Threads, chosen_device, set_threads
 from wheretolearn.cli.progress import progress_bar
+from wheretolearn.config import MAX_INT
 from wheretolearn.data.image_set import human_bytes
 from wheretolearn.errors import UserError
 from wheretolearn.fewshot.own_images import FILES, Outcome, adapt_to_folder
@@ -23,7 +24,9 @@ def adapt(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     support: Annotated[Path, typer.Option(help="Images to learn from: one folder per class, named by the class.")],
     query: Annotated[Path, typer.Option(help="Images to judge: class folders (to measure accuracy), or just images.")],
-    steps: Annotated[int | None, typer.Option(help="Inner steps; default: the run's test_inner_steps.", min=0)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Inner steps; default: the run's test_inner_steps.", min=0, max=MAX_INT)
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the results; default: RUN/adapted/<name of the support folder>.")
     ] = None,

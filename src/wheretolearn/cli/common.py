@@ -3,6 +3,7 @@
 import os
 import shlex
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,6 +20,9 @@ from wheretolearn.online import training as online_training
 from wheretolearn.presets import Paper, list_presets
 from wheretolearn.runs.folder import MAX_SEED, RunFolder, check_free
 from wheretolearn.runs.tensorboard import check_installed
+
+if sys.platform != "win32":
+    import resource
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; small networks are fastest with 1.", min=1)]
@@ -47,6 +51,7 @@ _FINISHED = {
     "continual": continual_training.finished,
     "online": online_training.finished,
 }
+SPARE_FILES = 64  # for all that is no run's own: libraries, image sets, pipes to workers
 # The command that starts runs of a protocol.
 COMMANDS = {"fewshot": "train", "continual": "continual", "online": "online"}
 
@@ -116,6 +121,19 @@ def print_measures(rows: Iterable[tuple[str, Sequence[float], Paper | None]]) ->
 
 def _number(value: float, std: float | None) -> str:
     return f"{value:.2f}" + ("" if std is None else f" ± {std:.2f}")
+
+
+def check_open_files(runs: int, tensorboard: bool) -> None:
+    """Refuse more runs than can hold their files open: some would be begun, and none trained."""
+    if sys.platform == "win32":  # which has no such limit
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = runs * (3 if tensorboard else 2) + SPARE_FILES  # of each run its lock, its metrics and its events
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise UserError(
+            f"{runs} runs keep up to {needed} files open at once, and this shell allows {limit}: "
+            f"allow more with `ulimit -n {needed}`, or start fewer runs at a time"
+        )
 
 
 def free_places(

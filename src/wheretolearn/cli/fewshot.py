@@ -15,6 +15,7 @@ from wheretolearn.cli.common import (
     TensorBoard,
     Threads,
     Workers,
+    check_open_files,
     check_protocol,
     chosen_device,
     free_places,
@@ -24,7 +25,7 @@ from wheretolearn.cli.common import (
     set_threads,
 )
 from wheretolearn.cli.progress import TrainingBars, announce_stop, progress_bar
-from wheretolearn.config import from_dict, merge, parse_overrides, to_dict
+from wheretolearn.config import MAX_INT, from_dict, merge, parse_overrides, to_dict
 from wheretolearn.continual.records import CONTINUAL
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.choose import choose
@@ -33,7 +34,7 @@ from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.fewshot.learner import load_start, new_learner
 from wheretolearn.fewshot.records import INCIDENTAL, default_splits, result_records, settings_of
 from wheretolearn.fewshot.tasks import check_images, split_of
-from wheretolearn.fewshot.trained import Evaluation, evaluate_run, load_trained, planned
+from wheretolearn.fewshot.trained import Evaluation, evaluate_run, keep_evaluation, load_trained, planned
 from wheretolearn.fewshot.training import finished, train_together
 from wheretolearn.fewshot.worker import train_in_processes
 from wheretolearn.online.records import ONLINE
@@ -77,6 +78,7 @@ def train(
     device = chosen_device(device)
     names: list[str | None] = [*dict.fromkeys(presets or [])] or [None]
     configs = {name: _config(name, chosen_scale, overrides or []) for name in names}
+    check_open_files(len(names) * len(numbers), tensorboard)
     places = free_places(run, names, numbers)
     for config in configs.values():
         _check(config, seed, device)
@@ -108,6 +110,7 @@ def resume(
     device = chosen_device(device)
     with ExitStack() as folders:
         runs = [folders.enter_context(run) for run in runs_in(paths, wanted="unfinished")]
+        check_open_files(len(runs), any(run.tensorboard for run in runs))
         if fewshot := [run for run in runs if run.protocol == "fewshot"]:
             _continue(fewshot, device, workers, threads)
         if others := [run for run in runs if run.protocol == "continual"]:
@@ -132,9 +135,10 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Image set (another: cross-domain), as often as needed; default: the preset's or the run's."),
     ] = None,
-    tasks: Annotated[int | None, typer.Option(help="Number of tasks; default: 300.", min=2)] = None,
+    tasks: Annotated[int | None, typer.Option(help="Number of tasks; default: 300.", min=2, max=MAX_INT)] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Inner steps; default: the preset's, or the run's test_inner_steps.", min=0)
+        int | None,
+        typer.Option(help="Inner steps; default: the preset's, or the run's test_inner_steps.", min=0, max=MAX_INT),
     ] = None,
     ensemble: Annotated[
         bool, typer.Option("--ensemble", help="Measure the mean prediction of each run's best models as well.")
@@ -182,6 +186,7 @@ def evaluate(
         if record is not None:  # what cannot be recorded fails before it takes time
             check_savable(result_records(plan, preset_name), record, INCIDENTAL)
         evaluations: dict[RunFolder, list[Evaluation]] = {}
+        not_kept: UserError | None = None  # a full disk takes away no measurement: it comes last
         labels = labels_of(runs)
         for run in runs:
             before = f"{labels[run]}: " if len(runs) > 1 else ""
@@ -198,15 +203,22 @@ def evaluate(
                         device=device,
                         progress=tick,
                         notify=lambda note: typer.echo(note, err=True),
+                        keep=False,
                     )
                 evaluations[run].append(result)
                 typer.echo(before + result.sentence())
+                try:
+                    keep_evaluation(run, result)
+                except UserError as error:
+                    not_kept = not_kept or error
             if _adapts_by_gradient(run):
                 typer.echo(before + _sparsity(run))
         _print_over_seeds(evaluations)
         if record is not None:
             for path in save_records(result_records(evaluations, preset_name), record, INCIDENTAL):
                 typer.echo(f"recorded {path}")
+        if not_kept is not None:
+            raise not_kept
 
 
 def _preset(run: RunFolder, name: str | None) -> Preset | None:

@@ -7,7 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from wheretolearn.cli.common import all_named, check_protocol, finished, free_places, print_measures, seed_range
+from wheretolearn.cli.common import (
+    all_named,
+    check_open_files,
+    check_protocol,
+    finished,
+    free_places,
+    print_measures,
+    seed_range,
+)
 from wheretolearn.config import from_dict, merge, parse_overrides, to_dict
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.presets import Paper, Scale, load_preset, scale_named
@@ -61,6 +69,7 @@ def start(
     configs = {name: _config(protocol, name, chosen_scale, overrides) for name in names}
     if run is None and len(presets) == 1:
         run = Path("runs") / presets[0]  # also of a group
+    check_open_files(len(names) * len(numbers), tensorboard)
     places = free_places(run, names, numbers)
     for config in dict.fromkeys(configs.values()):
         check(config, numbers)

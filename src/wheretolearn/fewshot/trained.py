@@ -1,6 +1,7 @@
 """Using a finished run: its model and mask, measured on new tasks."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from wheretolearn.config import from_dict
+from wheretolearn.data.image_set import ImageSplit
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.choose import make_evaluator
 from wheretolearn.engine.task import Task
@@ -22,6 +24,8 @@ from wheretolearn.masks import load as load_mask
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import confidence_interval
 from wheretolearn.storage import check_shapes, load_weights, write_json
+
+KEPT = "evaluations"  # the folder in a run's that holds what was measured
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,8 @@ def planned(run: RunFolder, data: str, split: str, steps: int | None = None, ens
     _check_finished(run)
     steps = _inner_steps(run, config, steps)
     models = len(_measured_folders(run, ensemble))
-    split_of(load_set(data), split)
+    TaskSource(_measured_split(run, data, split), config.episode, run.seed, "test")
+    _check_can_keep(run)
     return Evaluation(data, split, steps, accuracy=0.0, half_width=0.0, task_accuracies=(), models=models)
 
 
@@ -129,7 +134,30 @@ def _measured_folders(run: RunFolder, ensemble: bool) -> list[Path]:
         raise UserError(
             f"{run.path} has kept one model, which makes no ensemble: train with keep_best=3 and several validations"
         )
+    for folder in folders:
+        for name in ("model.safetensors", "mask.safetensors"):
+            if not (folder / name).is_file():
+                raise UserError(f"{folder / name} is missing: bring it back, or train again")
     return folders
+
+
+def _measured_split(run: RunFolder, data: str, split: str) -> ImageSplit:
+    """A split whose images have the shape of those that the run learned from."""
+    chosen = split_of(load_set(data), split)
+    shape = trained_image_shape(run)
+    if chosen.images.shape[1:] != shape:
+        raise DataError(
+            f"{chosen.name} has images of {_size(chosen.images.shape[1:])}, the model was trained on "
+            f"{_size(shape)}: add the set again at that size"
+        )
+    return chosen
+
+
+def _check_can_keep(run: RunFolder) -> None:
+    folder = run.path / KEPT
+    place = folder if folder.exists() else run.path
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise UserError(f"cannot keep results in {folder}: {place} cannot be written to; evaluate a copy of the run")
 
 
 def evaluate_run(
@@ -143,27 +171,20 @@ def evaluate_run(
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
     notify: Callable[[str], None] | None = None,
+    keep: bool = True,
 ) -> Evaluation:
     """Measure a finished run on tasks of a split, of its own set or another; the run's folder keeps the record.
 
-    With ``ensemble`` the predicted probabilities are the mean over the best models that the run has kept.
+    With ``ensemble`` the predicted probabilities are the mean over the best models that the run has kept. Without
+    ``keep`` the record is left to ``keep_evaluation``.
     """
     config, model, mask = load_trained(run, device)
     data = config.data if data is None else data
     steps = _inner_steps(run, config, steps)
-    chosen = split_of(load_set(data), split)
-    shape = trained_image_shape(run)
-    if chosen.images.shape[1:] != shape:
-        raise DataError(
-            f"{chosen.name} has images of {_size(chosen.images.shape[1:])}, the model was trained on "
-            f"{_size(shape)}: add the set again at that size"
-        )
+    chosen = _measured_split(run, data, split)
     folders = _measured_folders(run, ensemble)
-    keep = run.path / "evaluations"
-    try:
-        keep.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot keep results in {keep}: {error.strerror}; evaluate a copy of the run") from error
+    if keep:
+        _check_can_keep(run)
     source = TaskSource(chosen, config.episode, run.seed, "test", device)
     precision = config.precision if device.startswith("cuda") else "float32"  # a CPU has no other
     kind = config.engine if device.startswith("cuda") else "auto"  # nor a GPU's engines
@@ -181,9 +202,22 @@ def evaluate_run(
     values = accuracies.tolist()
     mean, half_width = confidence_interval(values)
     result = Evaluation(data, split, steps, mean, half_width, tuple(values), len(folders), precision)
-    name = f"{data}-{split}-{tasks}-tasks-{steps}-steps" + (f"-ensemble-of-{len(folders)}" if ensemble else "")
-    write_json(keep / f"{name}.json", asdict(result))
+    if keep:
+        keep_evaluation(run, result)
     return result
+
+
+def keep_evaluation(run: RunFolder, result: Evaluation) -> None:
+    """Write what was measured into the run's folder."""
+    name = f"{result.data}-{result.split}-{len(result.task_accuracies)}-tasks-{result.steps}-steps"
+    if result.models > 1:
+        name += f"-ensemble-of-{result.models}"
+    folder = run.path / KEPT
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot keep results in {folder}: {error.strerror}; evaluate a copy of the run") from error
+    write_json(folder / f"{name}.json", asdict(result))
 
 
 def _reported(

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -60,10 +61,10 @@ class RunFolder:
             run.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot create the folder {run.path}: {error.strerror}") from error
-        if not (run.path / _INFO).exists():
-            check_free(run.path)
-        run.lock()
         try:
+            if not (run.path / _INFO).exists():
+                check_free(run.path)
+            run.lock()
             check_free(run.path)
             run.info = {
                 "protocol": protocol,
@@ -79,6 +80,9 @@ class RunFolder:
                 "tensorboard": tensorboard,
             }
             write_json(run.path / _INFO, run.info)
+        except OSError as error:
+            run.close()
+            raise UserError(f"cannot begin a run in {run.path}: {error.strerror}") from error
         except BaseException:
             run.close()
             raise
@@ -152,11 +156,16 @@ class RunFolder:
                 raise UserError(
                     f"{self.path} is in use: process {owner} is writing to it; wait for it, or stop it first"
                 ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n".encode())
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n".encode())
+            file.flush()
+            remove_leftovers(self.path)
+        except OSError as error:
+            with suppress(OSError):  # closing would try again to write
+                file.close()
+            raise UserError(f"cannot write to {self.path}: {error.strerror}") from error
         self._lock_file = file
-        remove_leftovers(self.path)
 
     def log(self, step: int, **values: object) -> None:
         """Append one record to the metrics; numbers, strings, and lists or dicts of them."""

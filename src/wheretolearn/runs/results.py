@@ -4,7 +4,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from os import PathLike
@@ -224,13 +224,6 @@ def load_all(folder: str | PathLike[str]) -> list[ResultRecord]:
     return [_load(path) for path in sorted(Path(folder).glob("*.json"))]
 
 
-def markdown_table(records: Iterable[ResultRecord]) -> str:
-    """The records as a Markdown table, the paper's number beside ours."""
-    header = ["name", "metric", "ours", "paper", "difference", "seeds", "hardware", "time", "commit", "notes"]
-    rows = [header, ["---"] * len(header), *map(_row, records)]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
-
-
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half width of its 95 % interval, normal approximation; infinite for a single value."""
     if len(values) == 0:
@@ -262,31 +255,6 @@ def _load(path: Path) -> ResultRecord:
         if name in stored and not _same(value, stored[name]):
             raise UserError(f"{path}: {name} is {stored[name]}, but its values give {value}; do not edit records")
     return record
-
-
-def _row(record: ResultRecord) -> list[str]:
-    ours = _number(record.mean, record.std, record.unit) if record.values else "not run"
-    difference = "" if record.difference is None else f"{record.difference:+.2f}"
-    if record.within_stds is not None:
-        difference += f" (within {record.within_stds} std)"
-    return [
-        record.name,
-        record.metric,
-        ours,
-        _number(record.paper_value, record.paper_std, record.unit),
-        difference,
-        str(len(record.seeds)) if record.seeds else "",
-        record.hardware,
-        duration(record.wall_seconds) if record.values else "",
-        short_commit(record.commit),
-        record.notes,
-    ]
-
-
-def _number(value: float | None, std: float | None, unit: str) -> str:
-    if value is None:
-        return ""
-    return " ".join(filter(None, [f"{value:.2f}", "" if std is None else f"± {std:.2f}", unit]))
 
 
 def duration(seconds: float) -> str:
