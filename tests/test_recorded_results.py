@@ -1,12 +1,12 @@
 """The records in results/ belong to the presets whose names they have."""
 
 import json
-from dataclasses import fields
+import re
 from pathlib import Path
 
 import pytest
 
-from wheretolearn.config import from_dict
+from wheretolearn.config import differences, from_dict
 from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.online.config import OnlineConfig
@@ -20,16 +20,36 @@ def test_there_are_records():
     assert len(RECORDS) > 100
 
 
+def states(notes, setting):
+    """Whether notes give a setting as NAME=VALUE, and not only as the end or the start of another."""
+    return re.search(rf"(^|[ ,]){re.escape(setting)}($|[ ,;])", notes) is not None
+
+
+@pytest.mark.parametrize(
+    ("notes", "stated"),
+    [
+        ("differs from the preset: inner_steps=35", True),
+        ('differs from the preset: precision="tf32", inner_steps=35, adapt="head"; time of one run', True),
+        ("inner_steps=35; K_test 10", True),
+        ("differs from the preset: validation_inner_steps=35", False),
+        ("differs from the preset: inner_steps=3, ways=5", False),
+        ("differs from the preset: inner_steps=350", False),
+        ("differs from the preset: inner_steps=35.5", False),
+        ("", False),
+    ],
+)
+def test_a_setting_is_stated_by_its_whole_name_and_value(notes, stated):
+    assert states(notes, "inner_steps=35") == stated
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_record_has_the_settings_of_its_preset_or_says_where_it_differs(path):
     record = json.loads(path.read_text())
     preset = load_preset(record["name"])
     kind = CONFIGS[preset.protocol]
     ours, stated = (from_dict(kind, settings, where=path.name) for settings in (record["config"], preset.settings))
-    unused = getattr(ours, "unused", ())
-    names = [field.name for field in fields(kind) if field.name not in unused]
-    differing = [name for name in names if getattr(ours, name) != getattr(stated, name)]
-    assert [name for name in differing if f"{name}=" not in record["notes"]] == []
+    differing = differences(stated, ours).values()
+    assert [setting for setting in differing if not states(record["notes"], setting)] == []
     assert len(record["values"]) == len(record["seeds"]) == len(set(record["seeds"]))
     assert sum(record["values"]) / len(record["values"]) == pytest.approx(record["mean"])
     for needed in ("commit", "hardware", "wall_seconds", "date", "versions"):
