@@ -257,16 +257,18 @@ def test_generated_mask_needs_a_latent_vector():
 
 
 @pytest.mark.parametrize("select", ["head", "body"])
-def test_a_head_that_is_not_the_last_layer_must_be_named(select):
-    class HeadFirst(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(3, 2)
-            self.stem = nn.Linear(4, 3)
+@pytest.mark.parametrize("last", ["stem", "header"])
+def test_a_head_that_is_not_the_last_layer_must_be_named(select, last):
+    model = nn.Sequential(nn.ModuleDict({"head": nn.Linear(3, 2), last: nn.Linear(4, 3)}))
+    said = rf"'{select}' takes the layer defined last, here 0.{last}, .* 0.head.weight comes before it.*'0.head.\*'"
+    with pytest.raises(ConfigError, match=said):
+        masks.fixed(model, select)
+    assert masks.fixed(model, "0.head.*").names == ("0.head.weight", "0.head.bias")
 
-    with pytest.raises(ConfigError, match=rf"'{select}' takes the layer defined last, here stem"):
-        masks.fixed(HeadFirst(), select)
-    assert masks.fixed(HeadFirst(), "head.*").names == ("head.weight", "head.bias")
+
+def test_a_head_of_several_layers_has_its_last_one_adapt():
+    model = nn.ModuleDict({"body": nn.Linear(4, 3), "head": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))})
+    assert masks.fixed(model, "head").names == ("head.1.weight", "head.1.bias")
 
 
 def test_generated_mask_needs_filters():

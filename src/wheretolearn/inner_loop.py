@@ -138,7 +138,8 @@ def meta_gradient(adapted: Adapted, query_loss: Loss) -> MetaGradient:
     """First-order gradient of the query loss with respect to theta and the mask's multipliers, in closed form."""
     parameters = {name: p.detach().requires_grad_() for name, p in adapted.parameters.items()}
     with torch.enable_grad():
-        loss, outer = adapted._query(_with_gradients(_depends(query_loss), parameters, tuple(parameters)), parameters)
+        function = _with_gradients(query_loss, parameters, tuple(parameters), must_depend=True)
+        loss, outer = adapted._query(function, parameters)
     return MetaGradient(loss, theta=outer, multipliers=_multiplier_gradients(adapted, outer))
 
 
@@ -190,11 +191,11 @@ def second_order_meta_gradient(
         if batch_norm_mode == "support":
             _collect_statistics(model, parameters, buffers, support_loss)
         with batch_norm.normalising(model, by_batch=batch_norm_mode == "batch"):
-            loss = run_with(model, parameters, buffers, _depends(query_loss))
+            loss = run_with(model, parameters, buffers, query_loss)
         leaves = {f"theta.{n}": t for n, t in theta.items()}
         if learned:
             leaves |= {f"multiplier.{n}": t for n, t in multipliers.items()}
-        gradients = _gradients(loss, leaves, tuple(leaves))
+        gradients = _gradients(loss, leaves, tuple(leaves), must_depend=True)
     return MetaGradient(
         loss.detach(),
         theta={name: gradients[f"theta.{name}"] for name in theta},
@@ -232,10 +233,11 @@ def network_with(
 ) -> nn.Module:
     """A copy of the model that holds these tensors, where given, and keeps to a batch-norm mode."""
     # Activations that a module keeps have a graph behind them, and cannot be copied with it.
-    kept = (tensor for module in model.modules() for tensor in _tensors_in(vars(module)) if not tensor.is_leaf)
+    seen: set[int] = set()
+    kept = (tensor for module in model.modules() for tensor in _tensors_in(vars(module), seen) if not tensor.is_leaf)
     network = copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in kept})
     with torch.no_grad():
-        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        for name, tensor in (*network.named_parameters(), *network.named_buffers(remove_duplicate=False)):
             replacement = parameters.get(name, buffers.get(name))
             if replacement is not None and replacement.shape == tensor.shape:
                 tensor.copy_(replacement)
@@ -246,13 +248,14 @@ def network_with(
     return network
 
 
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in built-in containers, at any depth."""
+def _tensors_in(value: object, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in built-in containers, at any depth; ``seen`` has the containers looked into."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (dict, list, tuple, set)):
+    elif isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
+        seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)
+            yield from _tensors_in(item, seen)
 
 
 class _Host(nn.Module):
@@ -283,26 +286,16 @@ def run_with(
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and id(tensor) in replacement:
                 tensors[".".join(filter(None, ("model", prefix, name)))] = replacement[id(tensor)]
-    with _keeping_absent_buffers(model):
-        result: T = functional_call(_Host(model), tensors, (function,), tie_weights=False)
+    result: T = functional_call(_Host(model), tensors, (function,), tie_weights=False)
+    known = {name for name, _ in named}
+    if made := [name for name, _ in model.named_buffers() if name not in known]:
+        raise ConfigError(
+            f"the model made the buffer {made[0]} in a pass on one task, and the next task would find it: "
+            "run the model once on an example before it is adapted, so that all its buffers are there"
+        )
     for name in buffers:  # a buffer may have been assigned anew rather than changed in place
         buffers[name] = tensors[f"model.{name}"].detach()
     return result
-
-
-@contextmanager
-def _keeping_absent_buffers(model: nn.Module) -> Iterator[None]:
-    """What a pass makes of buffers that are None, or not there yet, is gone after it: the next task makes its own."""
-    before = [(module, dict(module._buffers)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, buffers in before:
-            for name in [name for name in module._buffers if buffers.get(name) is None]:
-                if name in buffers:
-                    module._buffers[name] = None
-                else:
-                    delattr(module, name)
 
 
 def _wide_zeros(like: Tensor) -> Tensor:
@@ -340,7 +333,7 @@ def _losses_by_step(loss: Loss | Sequence[Loss], steps: int) -> Sequence[Loss]:
 
 
 def _with_gradients(
-    loss: Loss, parameters: Mapping[str, Tensor], names: Sequence[str]
+    loss: Loss, parameters: Mapping[str, Tensor], names: Sequence[str], must_depend: bool = False
 ) -> Callable[[nn.Module], tuple[Tensor, Tensors]]:
     """A function that gives a loss and its gradients.
 
@@ -349,33 +342,18 @@ def _with_gradients(
 
     def loss_and_gradients(network: nn.Module) -> tuple[Tensor, Tensors]:
         value = loss(network)
-        gradients = _gradients(value, parameters, names)
+        gradients = _gradients(value, parameters, names, must_depend=must_depend)
         return value.detach(), gradients
 
     return loss_and_gradients
-
-
-def _depends(loss: Loss) -> Loss:
-    """The same loss, checked to depend on the weights."""
-
-    def checked(network: nn.Module) -> Tensor:
-        value = loss(network)
-        if isinstance(value, Tensor) and not value.requires_grad:
-            raise ConfigError(
-                "the query loss does not depend on the weights of the network that it is given: "
-                "is it computed without gradients, detached, or from another network?"
-            )
-        return value
-
-    return checked
 
 
 @contextmanager
 def _no_recomputation() -> Iterator[None]:
     """Refuse what would recompute activations with theta where phi belongs: the last backward pass comes too late."""
     message = (
-        "second-order gradients cannot go through activation checkpointing or other hooks on saved tensors: "
-        "take first order, or leave the checkpointing out"
+        "second-order gradients cannot go through activation checkpointing, or other hooks on saved tensors such as "
+        "save_on_cpu: take first order, or leave them out"
     )
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks(message):
@@ -387,26 +365,33 @@ def _no_recomputation() -> Iterator[None]:
 
 
 def _gradients(
-    loss: Tensor, parameters: Mapping[str, Tensor], names: Sequence[str], create_graph: bool = False
+    loss: Tensor,
+    parameters: Mapping[str, Tensor],
+    names: Sequence[str],
+    create_graph: bool = False,
+    must_depend: bool = False,
 ) -> Tensors:
-    """Gradients by name; zero for a parameter that the loss does not use."""
+    """Gradients by name; zero for a parameter that the loss does not use. It ``must_depend`` on one at least."""
     if not isinstance(loss, Tensor):
         raise ConfigError(f"a loss must be a tensor, this one is a {type(loss).__name__}: do not call .item() on it")
     if loss.dim() != 0:
         raise ConfigError(f"a loss must be a single number, this one has shape {tuple(loss.shape)}: take its mean")
     if not names:
         return {}
-    if not loss.requires_grad:  # the loss uses none of them
-        return {name: torch.zeros_like(parameters[name]) for name in names}
-    values = torch.autograd.grad(
-        loss,
-        [parameters[name] for name in names],
-        create_graph=create_graph,
-        allow_unused=True,
-        materialize_grads=True,
-    )
+    values: Sequence[Tensor | None] = [None] * len(names)
+    if loss.requires_grad:
+        wanted = [parameters[name] for name in names]
+        values = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
+    if must_depend and all(value is None for value in values):
+        raise ConfigError(
+            "the query loss does not depend on the weights of the network that it is given: "
+            "is it computed without gradients, detached, or from another network?"
+        )
     # A sparse embedding has sparse gradients; masks and sums are dense.
-    return {name: value.to_dense() for name, value in zip(names, values, strict=True)}
+    return {
+        name: torch.zeros_like(parameters[name]) if value is None else value.to_dense()
+        for name, value in zip(names, values, strict=True)
+    }
 
 
 def clipped(gradients: Tensors, clip_norm: float | None) -> Tensors:

@@ -43,10 +43,11 @@ def selected_names(model: nn.Module, select: Select) -> tuple[str, ...]:
         return names
     if select in ("head", "body"):
         head = layer_of(names[-1])
-        if not head.startswith("head") and any(name.startswith("head.") for name in names):
+        other = next((name for name in names if "head" in name.split(".")[:-1]), None)
+        if other is not None and "head" not in head.split("."):
             raise ConfigError(
-                f"{select!r} takes the layer defined last, here {head}, for the head, but this model has one called "
-                "head before it: choose parameters by pattern, such as 'head.*'"
+                f"{select!r} takes the layer defined last, here {head}, for the head, but {other} comes before it: "
+                f"choose parameters by pattern, such as '{other.partition('head')[0]}head.*'"
             )
         chosen = tuple(name for name in names if (layer_of(name) == head) == (select == "head"))
         if not chosen:
