@@ -18,6 +18,7 @@ from PIL import Image
 
 from wheretolearn import cli
 from wheretolearn.cli import fewshot
+from wheretolearn.cli.common import check_open_files
 from wheretolearn.data import glyphs
 from wheretolearn.errors import UserError
 from wheretolearn.runs import checkpoint, environment
@@ -526,15 +527,25 @@ def test_more_runs_than_files_can_be_open_leave_none_behind(tmp_path, command):
     started = [sys.executable, "-m", "wheretolearn", command, tmp_path / "many", "--seeds", "400"]
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, 256))
     result = subprocess.run(started, preexec_fn=limit, capture_output=True, text=True)
-    assert_message(result, "400 runs keep up to 864 files open", "allows 256", "ulimit -n 864")
+    assert_message(result, "400 runs keep up to 432 files open", "allows 256", "start fewer runs")
     assert not (tmp_path / "many").exists()
 
 
 def test_more_runs_than_files_can_be_open_are_not_resumed(monkeypatch, tmp_path):
     RunFolder.create(tmp_path / "run", {}, 0, "fewshot").close()
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (65, 65))
-    with pytest.raises(UserError, match="1 runs keep up to 66 files open"):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (33, 33))
+    with pytest.raises(UserError, match="1 runs keep up to 34 files open"):
         fewshot.resume([tmp_path / "run"], device="cpu")
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 132), ("cuda", 232)])
+def test_a_limit_on_open_files_is_raised_where_the_machine_allows_it(monkeypatch, device, expected):
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 5000))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    check_open_files(4, device, tensorboard=False)
+    check_open_files(100, device, tensorboard=False)
+    assert raised == [(expected, 5000)]
 
 
 def memory_is_counted():

@@ -164,6 +164,17 @@ def test_a_checkpoint_of_other_settings_is_refused_where_all_sizes_fit(new_run, 
         training.train_together([run])
 
 
+def test_a_checkpoint_of_other_settings_does_not_keep_lanes_beside_it_from_learning(new_run):
+    runs = [new_run(str(seed), seed, learner="la-maml") for seed in (0, 1)]
+    lanes = training._Lanes(runs, "cpu", None, None)
+    lanes.advance()
+    lanes.save()
+    runs[0].info["config"] = runs[0].config | {"lr": 0.7}
+    with pytest.raises(MismatchError, match=r"1 of 2 runs failed:\n.*/0: "):
+        training.train_together(runs)
+    assert [training.finished(run) for run in runs] == [False, True]
+
+
 def test_a_checkpoint_of_another_seed_is_refused(new_run):
     run = stopped_run(new_run)
     run.info["seed"] = 4

@@ -51,7 +51,7 @@ _FINISHED = {
     "continual": continual_training.finished,
     "online": online_training.finished,
 }
-SPARE_FILES = 64  # for all that is no run's own: libraries, image sets, pipes to workers
+SPARE_FILES = 32  # for all that is no run's own: libraries, image sets, pipes to workers
 # The command that starts runs of a protocol.
 COMMANDS = {"fewshot": "train", "continual": "continual", "online": "online"}
 
@@ -123,17 +123,22 @@ def _number(value: float, std: float | None) -> str:
     return f"{value:.2f}" + ("" if std is None else f" ± {std:.2f}")
 
 
-def check_open_files(runs: int, tensorboard: bool) -> None:
-    """Refuse more runs than can hold their files open: some would be begun, and none trained."""
+def check_open_files(runs: int, device: str, tensorboard: bool) -> None:
+    """Allow this process the files of so many runs, or refuse them: some would be begun, and none trained."""
     if sys.platform == "win32":  # which has no such limit
         return
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = runs * (3 if tensorboard else 2) + SPARE_FILES  # of each run its lock, its metrics and its events
-    if limit != resource.RLIM_INFINITY and needed > limit:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    each = 1 if device == "cpu" and runs > 1 else 2  # its lock; its metrics, unless a process of its own has them
+    needed = runs * (each + tensorboard) + SPARE_FILES
+    if limit == resource.RLIM_INFINITY or needed <= limit:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+    except (ValueError, OSError):
         raise UserError(
-            f"{runs} runs keep up to {needed} files open at once, and this shell allows {limit}: "
-            f"allow more with `ulimit -n {needed}`, or start fewer runs at a time"
-        )
+            f"{runs} runs keep up to {needed} files open at once, and this machine allows {most}: "
+            "start fewer runs at a time, or have the limit raised (`ulimit -Hn`)"
+        ) from None
 
 
 def free_places(

@@ -63,6 +63,7 @@ def continual(
         seeds,
         record,
         tensorboard,
+        device=device,
         check=_check,
         take_to_the_end=lambda runs: take_to_the_end(runs, device, workers),
     )

@@ -78,7 +78,7 @@ def train(
     device = chosen_device(device)
     names: list[str | None] = [*dict.fromkeys(presets or [])] or [None]
     configs = {name: _config(name, chosen_scale, overrides or []) for name in names}
-    check_open_files(len(names) * len(numbers), tensorboard)
+    check_open_files(len(names) * len(numbers), device, tensorboard)
     places = free_places(run, names, numbers)
     for config in configs.values():
         _check(config, seed, device)
@@ -110,7 +110,7 @@ def resume(
     device = chosen_device(device)
     with ExitStack() as folders:
         runs = [folders.enter_context(run) for run in runs_in(paths, wanted="unfinished")]
-        check_open_files(len(runs), any(run.tensorboard for run in runs))
+        check_open_files(len(runs), device, any(run.tensorboard for run in runs))
         if fewshot := [run for run in runs if run.protocol == "fewshot"]:
             _continue(fewshot, device, workers, threads)
         if others := [run for run in runs if run.protocol == "continual"]:
@@ -186,7 +186,7 @@ def evaluate(
         if record is not None:  # what cannot be recorded fails before it takes time
             check_savable(result_records(plan, preset_name), record, INCIDENTAL)
         evaluations: dict[RunFolder, list[Evaluation]] = {}
-        not_kept: UserError | None = None  # a full disk takes away no measurement: it comes last
+        all_kept = True  # a full disk takes away no measurement
         labels = labels_of(runs)
         for run in runs:
             before = f"{labels[run]}: " if len(runs) > 1 else ""
@@ -210,15 +210,16 @@ def evaluate(
                 try:
                     keep_evaluation(run, result)
                 except UserError as error:
-                    not_kept = not_kept or error
+                    all_kept = False
+                    typer.echo(f"error: {error}", err=True)
             if _adapts_by_gradient(run):
                 typer.echo(before + _sparsity(run))
         _print_over_seeds(evaluations)
         if record is not None:
             for path in save_records(result_records(evaluations, preset_name), record, INCIDENTAL):
                 typer.echo(f"recorded {path}")
-        if not_kept is not None:
-            raise not_kept
+        if not all_kept:
+            raise typer.Exit(UserError.exit_code)
 
 
 def _preset(run: RunFolder, name: str | None) -> Preset | None:

@@ -73,6 +73,7 @@ def online(
         seeds,
         record,
         tensorboard,
+        device=device,
         check=partial(_check, device),
         take_to_the_end=lambda runs: take_to_the_end(runs, device, workers),
     )

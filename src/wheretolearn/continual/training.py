@@ -116,9 +116,9 @@ def train_together(
     """
     for run in runs:
         run.lock()
-    errors: dict[RunFolder, UserError] = {}
+    errors = _of_other_settings([run for run in runs if not finished(run)])
     with StopRequest(on_request=on_stop) as stop:
-        groups = list(lane_groups([run for run in runs if not finished(run)]))
+        groups = list(lane_groups([run for run in runs if not finished(run) and run not in errors]))
         while groups:
             group = groups.pop(0)
             try:
@@ -141,6 +141,19 @@ def train_together(
                     errors |= dict.fromkeys(group, error)
     if errors:
         raise failure(errors, of=len(runs))
+
+
+def _of_other_settings(runs: Sequence[RunFolder]) -> dict[RunFolder, UserError]:
+    """Runs whose checkpoints do not belong to them, each with its error: no reason for the others not to learn."""
+    errors: dict[RunFolder, UserError] = {}
+    for run in runs:
+        saved = checkpoint.load_latest(run)
+        try:
+            if saved is not None:
+                checkpoint.check_identity(run, saved.state, ContinualConfig, INCIDENTAL)
+        except UserError as error:
+            errors[run] = error
+    return errors
 
 
 class _Lanes:
@@ -239,7 +252,6 @@ class _Lanes:
             run.rewind(saved[number].step if saved else 0)
             if saved:
                 own = saved[number]
-                checkpoint.check_identity(run, own.state, ContinualConfig, INCIDENTAL)
                 progress.batches, progress.seconds, progress.matrix = (
                     own.step,
                     own.state["seconds"],

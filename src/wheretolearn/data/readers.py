@@ -47,8 +47,11 @@ CIFAR10_CLASSES = (
 )
 DECODE_CHUNK = 64
 READ_BLOCK = 1 << 20
-# What Pillow lays claim to, but reads only with the help of other programs (weather data, HDF5, Windows' drawings,
-# Ghostscript's pages), and films.
+# What makes an image of an image set. Pillow also lays claim to suffixes that lie beside images as something else:
+# icons of folders, working copies, tracks of a satellite receiver (.ico, .psd, .fit).
+IMAGE_FORMATS = {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP"}
+# What Pillow reads only with the help of other programs (weather data, HDF5, Windows' drawings, Ghostscript's pages),
+# and films.
 NO_IMAGES = {"BUFR", "EPS", "FLI", "GRIB", "HDF5", "MPEG", "WMF"}
 
 
@@ -393,8 +396,8 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The files in a folder that Pillow can open, judged by their suffix, by name."""
-    suffixes = _image_suffixes()
+    """The images in a folder, judged by their suffix, by name."""
+    suffixes = image_suffixes()
     return sorted(
         Path(entry.path)
         for entry in os.scandir(folder)
@@ -564,9 +567,11 @@ def _descend(folder: Path) -> Path:
 
 
 @cache
-def _image_suffixes() -> frozenset[str]:
+def image_suffixes(all_that_open: bool = False) -> frozenset[str]:
+    """Suffixes of images of a set, or of every still image that Pillow reads by itself."""
     extensions = Image.registered_extensions()
-    kinds = {*Image.OPEN, "MPO"} - NO_IMAGES  # MPO, a JPEG with others behind it, opens as a JPEG
+    can_open = {*Image.OPEN, "MPO"}  # MPO, a JPEG with others behind it, opens as a JPEG
+    kinds = can_open - NO_IMAGES if all_that_open else can_open & IMAGE_FORMATS
     return frozenset(suffix for suffix, kind in extensions.items() if kind in kinds)
 
 

@@ -30,7 +30,7 @@ from wheretolearn.config import from_dict, to_dict
 from wheretolearn.data import glyphs
 from wheretolearn.data.archives import is_hidden
 from wheretolearn.data.image_set import Images
-from wheretolearn.data.readers import _image_suffixes, decode, decode_drawing, file_picture, subfolders
+from wheretolearn.data.readers import decode, decode_drawing, file_picture, image_suffixes, subfolders
 from wheretolearn.data.sources import INK, SOURCES
 from wheretolearn.data.transforms import as_input
 from wheretolearn.delta import SparseDelta
@@ -446,11 +446,12 @@ def _listing(folder: Path, notes: list[str]) -> _Listing:
 
 
 def _image_files(folder: Path) -> list[Path]:
-    """As ``readers.image_files``, which a link that leads to itself would end."""
+    """As ``readers.image_files``, but of any format, and a link that leads to itself does not end it."""
+    suffixes = image_suffixes(all_that_open=True)
     return [
         file
         for file in sorted(folder.iterdir())
-        if not is_hidden(file.name) and file.suffix.lower() in _image_suffixes() and file.is_file()
+        if not is_hidden(file.name) and file.suffix.lower() in suffixes and file.is_file()
     ]
 
 

@@ -252,13 +252,14 @@ class _Member:
 
     def _restore(self, notify: Notify | None) -> None:
         saved = checkpoint.load_latest(self.run)
-        self.run.rewind(saved.step if saved else 0)
         if saved is None:
+            self.run.rewind(0)
             return
         state = saved.state
         checkpoint.check_identity(self.run, state, OnlineConfig, INCIDENTAL)
         if differing := self._early_differences(state):
             raise checkpoint.mismatch(self.run, differing)
+        self.run.rewind(saved.step)
         try:
             self.learner.restore(state["learner"])
             self.right[: saved.step] = state["right"].to(self.right.device)

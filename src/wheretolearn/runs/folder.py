@@ -82,7 +82,7 @@ class RunFolder:
             write_json(run.path / _INFO, run.info)
         except OSError as error:
             run.close()
-            raise UserError(f"cannot begin a run in {run.path}: {error.strerror}") from error
+            raise UserError(f"cannot begin a run in {run.path}: {error.strerror or error}") from error
         except BaseException:
             run.close()
             raise

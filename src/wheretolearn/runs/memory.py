@@ -8,8 +8,11 @@ import torch
 
 from wheretolearn.errors import UserError
 
-# PyTorch has a class of its own for a GPU's memory only; the second is for sizes that no number of bytes can hold.
-_ON_A_CPU = ("can't allocate memory", "Storage size calculation overflowed")
+# PyTorch has a class of its own for some of a GPU's memory only. The last is for sizes that no number can hold.
+_SIGNS = (
+    *("can't allocate memory", "Cannot allocate memory", "DefaultCPUAllocator: not enough memory"),
+    *("CUDA error: out of memory", "Storage size calculation overflowed"),
+)
 
 
 @contextmanager
@@ -19,7 +22,7 @@ def memory_errors_told() -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         text = str(error)
-        told = any(sign in text for sign in _ON_A_CPU)
+        told = any(sign in text for sign in _SIGNS)
         if not told and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise
         size = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
