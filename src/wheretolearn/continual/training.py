@@ -116,7 +116,7 @@ def train_together(
     """
     for run in runs:
         run.lock()
-    errors = _of_other_settings([run for run in runs if not finished(run)])
+    errors = _unusable([run for run in runs if not finished(run)])
     with StopRequest(on_request=on_stop) as stop:
         groups = list(lane_groups([run for run in runs if not finished(run) and run not in errors]))
         while groups:
@@ -143,12 +143,12 @@ def train_together(
         raise failure(errors, of=len(runs))
 
 
-def _of_other_settings(runs: Sequence[RunFolder]) -> dict[RunFolder, UserError]:
-    """Runs whose checkpoints do not belong to them, each with its error: no reason for the others not to learn."""
+def _unusable(runs: Sequence[RunFolder]) -> dict[RunFolder, UserError]:
+    """Runs whose checkpoints are damaged or not theirs, each with its error: no reason for the others not to learn."""
     errors: dict[RunFolder, UserError] = {}
     for run in runs:
-        saved = checkpoint.load_latest(run)
         try:
+            saved = checkpoint.load_latest(run)
             if saved is not None:
                 checkpoint.check_identity(run, saved.state, ContinualConfig, INCIDENTAL)
         except UserError as error:
