@@ -496,8 +496,50 @@ class Lazy(nn.Linear):
 def test_a_buffer_made_in_a_pass_would_reach_the_next_task(declared):
     torch.manual_seed(0)
     model, x, y = Lazy(declared), torch.randn(6, 4), torch.tensor([0, 1] * 3)
-    with pytest.raises(ConfigError, match=r"made the buffer mean in a pass.*run the model once"):
-        adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=2, inner_lr=0.1)
+    before = model.state_dict()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"made the buffer mean in a pass.*run the model once"):
+            adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=2, inner_lr=0.1)
+        assert model.state_dict().keys() == before.keys()
+        assert getattr(model, "mean", None) is None
+    model(x)
+    assert torch.equal(model.mean, x.mean(0))
+
+
+def test_a_buffer_set_to_none_in_a_pass_is_an_error_that_names_it():
+    class Forgetting(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen = None
+            return super().forward(x)
+
+    model, x, y = Forgetting(), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    with pytest.raises(ConfigError, match=r"set its buffer seen to None in a pass"):
+        adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=0.1)
+    assert torch.equal(model.seen, torch.zeros(()))
+
+
+def test_a_buffer_assigned_anew_may_take_another_type():
+    class Scaling(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.register_buffer("scale", torch.tensor(1))
+
+        def forward(self, x):
+            if self.training:
+                self.scale = x.detach().std()
+            return super().forward(x) * self.scale
+
+    torch.manual_seed(0)
+    model, x, y = Scaling(), 0.5 * torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    adapted = adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=0.1)
+    model.eval()
+    for network in (adapted.module(), SparseDelta.of(adapted).apply(model)):
+        torch.testing.assert_close(network(x), adapted.evaluate(lambda net: net(x)))
+    assert torch.equal(model.scale, torch.tensor(1))
 
 
 def test_a_buffer_assigned_anew_may_take_another_shape(tmp_path):

@@ -239,9 +239,11 @@ def network_with(
     with torch.no_grad():
         for name, tensor in (*network.named_parameters(), *network.named_buffers(remove_duplicate=False)):
             replacement = parameters.get(name, buffers.get(name))
-            if replacement is not None and replacement.shape == tensor.shape:
+            if replacement is None:
+                continue
+            if name in parameters or (replacement.shape, replacement.dtype) == (tensor.shape, tensor.dtype):
                 tensor.copy_(replacement)
-            elif replacement is not None:  # a buffer that a pass has assigned anew, with another shape
+            else:  # a buffer that a pass has assigned anew, with another shape or type
                 owner, _, own_name = name.rpartition(".")
                 setattr(network.get_submodule(owner), own_name, replacement.clone())
     batch_norm.fix_mode(network, mode)
@@ -286,15 +288,24 @@ def run_with(
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and id(tensor) in replacement:
                 tensors[".".join(filter(None, ("model", prefix, name)))] = replacement[id(tensor)]
+    own = [(module, dict(module._buffers)) for module in model.modules()]
     result: T = functional_call(_Host(model), tensors, (function,), tie_weights=False)
     known = {name for name, _ in named}
     if made := [name for name, _ in model.named_buffers() if name not in known]:
+        for module, before in own:
+            module._buffers = before
         raise ConfigError(
             f"the model made the buffer {made[0]} in a pass on one task, and the next task would find it: "
             "run the model once on an example before it is adapted, so that all its buffers are there"
         )
     for name in buffers:  # a buffer may have been assigned anew rather than changed in place
-        buffers[name] = tensors[f"model.{name}"].detach()
+        buffer: Tensor | None = tensors[f"model.{name}"]
+        if buffer is None:
+            raise ConfigError(
+                f"the model set its buffer {name} to None in a pass, and nothing would be left to go on from: "
+                "keep a tensor in it, an empty one if need be"
+            )
+        buffers[name] = buffer.detach()
     return result
 
 
