@@ -32,12 +32,17 @@ def final_state(run):
     return checkpoint.load_latest(run).state
 
 
+def without_identity(state):
+    """As early versions saved it."""
+    return {key: value for key, value in state.items() if key not in ("seed", "settings")}
+
+
 def assert_equal(one, two, path=""):
     assert type(one) is type(two), path
     if isinstance(one, dict):
         assert one.keys() == two.keys(), path
         for key in one:
-            if key not in ("seconds", "random"):
+            if key not in ("seconds", "random", "settings"):
                 assert_equal(one[key], two[key], f"{path}/{key}")
     elif isinstance(one, torch.Tensor):
         assert torch.equal(one, two), path
@@ -160,12 +165,49 @@ def test_a_later_non_finite_loss_keeps_the_last_good_checkpoint(new_run, monkeyp
     assert saved.state["model"]["block2.conv.weight"].isfinite().all()
 
 
-def test_a_checkpoint_of_another_model_is_refused(new_run):
+def test_a_checkpoint_of_another_model_is_refused_by_its_shapes_where_it_knows_no_settings(new_run):
     run, other = new_run(), new_run("other", width=5)
     train(other)
-    checkpoint.save(run, final_state(other), 2)
+    checkpoint.save(run, without_identity(final_state(other)), 2)
     with pytest.raises(MismatchError, match=r"block1\.conv\.weight is \[5, 1, 3, 3\] in it but \[4, 1, 3, 3\]"):
         train(run)
+
+
+@pytest.fixture
+def stopped(new_run):
+    """A run that stopped after two steps, closed."""
+
+    def interrupt(step, values):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with new_run() as run, pytest.raises(Stopped):
+        train(run, interrupt)
+    return run
+
+
+def change(run, **values):
+    info = json.loads((run.path / "run.json").read_text())
+    settings = info["config"]
+    for name, value in values.items():
+        (settings if name in settings else info)[name] = value
+    (run.path / "run.json").write_text(json.dumps(info))
+
+
+@pytest.mark.parametrize(("changed", "told"), [({"inner_lr": 0.9}, r"inner_lr=0\.1"), ({"seed": 9}, "seed=0")])
+def test_a_checkpoint_of_other_settings_or_another_seed_is_refused(stopped, changed, told):
+    before = {file: file.read_bytes() for file in (stopped.path / "checkpoints").iterdir()}
+    change(stopped, **changed)
+    message = rf"belongs to other settings than run\.json has \(it was saved with {told}\)"
+    with RunFolder.open(stopped.path) as run, pytest.raises(MismatchError, match=message):
+        train(run)
+    assert {file: file.read_bytes() for file in (stopped.path / "checkpoints").iterdir()} == before
+
+
+def test_a_run_under_way_can_be_told_to_go_on_for_longer(stopped):
+    change(stopped, outer_steps=9, checkpoint_every=2)
+    with RunFolder.open(stopped.path) as run:
+        assert train(run).step == 9
 
 
 def test_a_corrupted_checkpoint_falls_back_and_says_so(new_run):
@@ -671,7 +713,7 @@ def test_a_checkpoint_of_an_early_version_resumes(new_run, validated):
 
     with pytest.raises(Stopped):
         train(run, interrupt)
-    state = dict(final_state(run))
+    state = without_identity(final_state(run))
     best = state.pop("best")
     assert len(best) == int(validated)
     old = {"best_accuracy": -1.0, "best_step": 0, "best": {}}

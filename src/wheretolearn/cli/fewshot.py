@@ -30,9 +30,9 @@ from wheretolearn.continual.records import CONTINUAL
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.choose import choose
 from wheretolearn.errors import ConfigError, UserError
-from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.config import INCIDENTAL, FewShotConfig
 from wheretolearn.fewshot.learner import load_start, new_learner
-from wheretolearn.fewshot.records import INCIDENTAL, default_splits, result_records, settings_of
+from wheretolearn.fewshot.records import default_splits, result_records, settings_of
 from wheretolearn.fewshot.tasks import check_images, split_of
 from wheretolearn.fewshot.trained import Evaluation, evaluate_run, keep_evaluation, load_trained, planned
 from wheretolearn.fewshot.training import finished, train_together

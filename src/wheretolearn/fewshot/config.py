@@ -24,6 +24,16 @@ MaskKind = Literal["binary", "relu", "exp", "linear", "fixed", "generated", "row
 
 OptimizerKind = Literal["adam", "nesterov"]
 
+# How a run is computed and watched. Whatever else differs makes another experiment.
+INCIDENTAL = frozenset(
+    {
+        *("engine", "precision", "validate_every", "validation_tasks", "validation_inner_steps", "log_every"),
+        *("checkpoint_every", "keep_best", "start_from"),
+    }
+)
+# When a run ends and how it is tested, which a run under way may be given anew.
+CHANGEABLE = frozenset({"outer_steps", "patience", "test_inner_steps"})
+
 
 @dataclass(frozen=True)
 class FewShotConfig:

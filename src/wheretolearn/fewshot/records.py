@@ -9,7 +9,7 @@ from typing import Any
 from wheretolearn.config import differences, from_dict, to_dict
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import UserError
-from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.config import INCIDENTAL, FewShotConfig
 from wheretolearn.fewshot.trained import Evaluation, held_out_splits, load_trained
 from wheretolearn.masks import Sparsity
 from wheretolearn.presets import Preset, load_preset, scale_named
@@ -18,12 +18,6 @@ from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import ResultRecord, check_alike, measured, of_runs
 
 Evaluations = Mapping[RunFolder, Sequence[Evaluation]]
-
-# How a run was computed and watched. Whatever else differs from the preset makes another experiment than the paper's.
-INCIDENTAL = {
-    *("engine", "precision", "validate_every", "validation_tasks", "validation_inner_steps", "log_every"),
-    *("checkpoint_every", "keep_best", "start_from"),
-}
 
 
 def settings_of(run: RunFolder) -> FewShotConfig:

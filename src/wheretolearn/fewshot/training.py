@@ -13,7 +13,7 @@ from wheretolearn.data.load import load_set
 from wheretolearn.engine.choose import Evaluator, choose, make_engine
 from wheretolearn.engine.task import Lane
 from wheretolearn.errors import NonFiniteError, Stopped, UserError
-from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.config import CHANGEABLE, INCIDENTAL, FewShotConfig
 from wheretolearn.fewshot.learner import Learner, load_start, new_learner
 from wheretolearn.fewshot.tasks import TaskSource, split_of
 from wheretolearn.runs import checkpoint
@@ -141,7 +141,7 @@ class _Member:
         return accuracy
 
     def save(self) -> None:
-        checkpoint.save(self.run, self.learner.state(), self.learner.step)
+        checkpoint.save(self.run, checkpoint.identity(self.run) | self.learner.state(), self.learner.step)
 
     def finish(self) -> None:
         """Leave the best models as files, the very best last, and in the learner."""
@@ -268,13 +268,14 @@ class _Sitting:
         learner = new_learner(config, image_shape, run.seed, self.device)
         saved = checkpoint.load_latest(run)
         if saved is not None:
+            checkpoint.check_identity(run, saved.state, FewShotConfig, INCIDENTAL | CHANGEABLE)
             learner.restore(saved.step, saved.state, str(run.path))
             learner.notes = saved.notes
             for note in saved.notes:
                 self.notify(note)
         elif config.start_from is not None:
             load_start(config, learner.model)
-            checkpoint.save(run, learner.state(), 0)  # from now on the other run is not needed
+            checkpoint.save(run, checkpoint.identity(run) | learner.state(), 0)  # the other run is not needed again
         run.rewind(learner.step)
         self.learners[run] = learner
         if learner.step > 0 and self.report is not None:

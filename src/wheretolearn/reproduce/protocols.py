@@ -8,8 +8,7 @@ from wheretolearn.config import from_dict
 from wheretolearn.continual import training as continual_training
 from wheretolearn.continual.records import CONTINUAL
 from wheretolearn.fewshot import training as fewshot_training
-from wheretolearn.fewshot.config import FewShotConfig
-from wheretolearn.fewshot.records import INCIDENTAL
+from wheretolearn.fewshot.config import INCIDENTAL, FewShotConfig
 from wheretolearn.online import training as online_training
 from wheretolearn.online.records import ONLINE
 from wheretolearn.presets import Preset
