@@ -75,8 +75,13 @@ def test_meta_gradients_equal_those_of_autograd(settings):
 
 @pytest.mark.parametrize(
     "selected",
-    [lambda name: "head" in name, lambda name: "norm" not in name, lambda name: name == "block2.norm.bias"],
-    ids=["head", "all but batch norm", "one shift"],
+    [
+        lambda name: "head" in name,
+        lambda name: "block1" not in name and "block2" not in name,
+        lambda name: "norm" not in name,
+        lambda name: name == "block2.norm.bias",
+    ],
+    ids=["head", "upper half", "all but batch norm", "one shift"],
 )
 def test_weights_without_rates_stay(selected):
     model = network()
@@ -98,13 +103,18 @@ def test_weights_without_rates_stay(selected):
 
 def test_blocks_that_no_inner_step_changes_are_passed_once(monkeypatch):
     passed = []
-    first = Pass._first
+    first, later = Pass._first, Pass._later
     monkeypatch.setattr(Pass, "_first", lambda self, eps: (passed.append(1), first(self, eps))[1])
+    monkeypatch.setattr(Pass, "_later", lambda self, n, eps: (passed.append(n), later(self, n, eps))[1])
     model = network()
-    for selected, passes in ((lambda name: "head" in name, 1 + 1), (lambda name: True, 3 + 1)):  # support, query
+    for lowest in (1, 3, 5):  # 5: the head alone
+        job = job_of(model, lambda name, lowest=lowest: "head" in name or int(name[len("block")]) >= lowest)
         passed.clear()
-        Conv4OnCPU(model).meta_gradients([job_of(model, selected)], 3)
-        assert len(passed) == passes
+        Conv4OnCPU(model).meta_gradients([job], 3)
+        assert [passed.count(n) for n in (1, 2, 3, 4)] == [(1 if n < lowest else 3) + 1 for n in (1, 2, 3, 4)]
+        passed.clear()
+        Conv4OnCPU(model).adaptations([job], 3)  # one more pass of what changes, for the loss at the end
+        assert [passed.count(n) for n in (1, 2, 3, 4)] == [1 if n < lowest else 4 for n in (1, 2, 3, 4)]
 
 
 def test_a_job_is_left_as_it_was():

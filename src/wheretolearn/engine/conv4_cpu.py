@@ -63,7 +63,7 @@ class Conv4OnCPU:
         yield
 
     def _meta_gradient(self, job: Job, steps: int) -> JobGradient:
-        weights, sums = self._adapt(job, steps)
+        weights, sums, _ = self._adapt(job, steps)
         query = self._forward(weights, Patches(job.task.query_inputs))
         outer = query.gradients(job.task.query_labels, job.theta)
         return JobGradient(outer, sums, F.cross_entropy(query.logits, job.task.query_labels))
@@ -71,32 +71,35 @@ class Conv4OnCPU:
     def _adaptation(self, job: Job, steps: int) -> Adaptation:
         support = Patches(job.task.support_inputs)
         logits: list[Tensor] = []
-        weights, _ = self._adapt(job, steps, support, logits)
-        logits.append(self._forward(weights, support).logits)
+        weights, _, still = self._adapt(job, steps, support, logits)
+        logits.append(self._forward(weights, support, still).logits)
         loss = F.cross_entropy(logits[-1], job.task.support_labels)
         return Adaptation(F.softmax(logits[0], dim=1), {name: weights[name] for name in job.rates}, loss)
 
     def _adapt(
         self, job: Job, steps: int, support: "Patches | None" = None, logits: list[Tensor] | None = None
-    ) -> tuple[Tensors, Tensors]:
-        """Weights after the inner steps, and sums of gradients; ``logits`` gets those before each step."""
+    ) -> tuple[Tensors, Tensors, "list[Block]"]:
+        """Weights after the inner steps, sums of gradients, and the lowest blocks, which stayed as they were.
+
+        ``logits`` gets those before each step.
+        """
         weights = dict(job.theta)
         sums = {name: torch.zeros_like(weights[name]) for name in job.rates}
         support = support or Patches(job.task.support_inputs)
-        only_head = all(name.startswith("head.") for name in job.rates)
-        forward = None
+        still: list[Block] = []
         for _ in range(steps):
-            forward = self._forward(weights, support, forward if only_head else None)
+            forward = self._forward(weights, support, still)
+            still = forward.blocks[: _lowest_block(job.rates) - 1]
             if logits is not None:
                 logits.append(forward.logits)
             gradients = forward.gradients(job.task.support_labels, job.rates)
             for name, gradient in gradients.items():
                 weights[name] = torch.addcmul(weights[name], job.rates[name], gradient, value=-1)  # Eq. 4
                 sums[name] += gradient
-        return weights, sums
+        return weights, sums, still
 
-    def _forward(self, weights: Tensors, patches: "Patches", before: "Pass | None" = None) -> "Pass":
-        return Pass({**self._parameters, **weights}, patches, self._eps, before)
+    def _forward(self, weights: Tensors, patches: "Patches", still: "Sequence[Block]" = ()) -> "Pass":
+        return Pass({**self._parameters, **weights}, patches, self._eps, still)
 
 
 class Patches:
@@ -127,12 +130,12 @@ class Block:
 class Pass:
     """A pass of a batch through the network, and its way back.
 
-    ``before`` is an earlier one through the same blocks, which then need not be passed again.
+    ``still`` are its lowest blocks, from an earlier one with the same weights there; they need not be passed again.
     """
 
-    def __init__(self, weights: Tensors, patches: Patches, eps: float, before: "Pass | None" = None):
+    def __init__(self, weights: Tensors, patches: Patches, eps: float, still: Sequence[Block] = ()):
         self.weights, self.patches = weights, patches
-        self.blocks: list[Block] = before.blocks if before is not None else []
+        self.blocks = list(still)
         for number in BLOCKS[len(self.blocks) :]:
             self.blocks.append(self._first(eps) if number == 1 else self._later(number, eps))
         self.features = self.blocks[-1].outputs.flatten(1)
@@ -145,7 +148,7 @@ class Pass:
         to_logits /= len(labels)
         found = {"head.weight": to_logits.t() @ self.features, "head.bias": to_logits.sum(0)}
         to_outputs = (to_logits @ self.weights["head.weight"]).view(self.blocks[-1].outputs.shape)
-        lowest = min((int(name[len("block")]) for name in names if name.startswith("block")), default=len(BLOCKS) + 1)
+        lowest = _lowest_block(names)
         for number in reversed(BLOCKS[lowest - 1 :]):
             to_outputs = self._backward(number, to_outputs, found, to_inputs=number > lowest)
         return {name: found[name] for name in names}
@@ -208,6 +211,11 @@ class Pass:
             )  # fmt: skip
         found[f"{name}.conv.weight"] = to_filters * block.sign.view(-1, 1, 1, 1)
         return gradient
+
+
+def _lowest_block(names: Collection[str]) -> int:
+    """The first block that has one of these weights; one more than there are, where only the head has."""
+    return min((int(name[len("block")]) for name in names if name.startswith("block")), default=len(BLOCKS) + 1)
 
 
 def _to_largest(gradient: Tensor, block: Block) -> Tensor:
