@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from wheretolearn.batch_norm import parameter_names
+from wheretolearn.errors import ConfigError
 from wheretolearn.online.config import FROZEN, LearnerKind, OnlineConfig
 from wheretolearn.online.learners.bgd import BGD
 from wheretolearn.online.learners.bgd_inner import GatesInner, WeightsInner
@@ -63,6 +64,23 @@ def test_c_maml_and_its_variants(kind):
     assert set(made(kind, adapt_norm=True)[1].rates()) == {name for name, _ in model.named_parameters()}
 
 
+UPPER = ("block[34].*", "head.*")
+
+
+def adapted_by(learner):
+    return set(learner.inner.names if isinstance(learner, BGD) else learner.phi)
+
+
+@pytest.mark.parametrize("kind", ["c-maml", "c-maml-fixed", "sparse-c-maml", "sparse-relu-c-maml", "maml", "metabgd"])
+def test_only_a_part_may_adapt(kind):
+    model, learner = made(kind, adapt=UPPER)
+    whole = {name for name, _ in model.named_parameters()} - parameter_names(model)
+    assert adapted_by(learner) == {name for name in whole if name[:6] not in ("block1", "block2")}
+    assert adapted_by(made(kind, adapt="head")[1]) == {"head.weight", "head.bias"}
+    with pytest.raises(ConfigError, match=r"no trainable parameter matches 'block5\.\*'"):
+        made(kind, adapt=("head.*", "block5.*"))
+
+
 def test_masks_depend_on_the_seed():
     config = replace(SETTINGS, learner="sparse-c-maml")
     model = config.build_model(SHAPE, 0)
@@ -111,11 +129,11 @@ def test_settings_that_are_called_unused_have_no_effect(kind):
     generator = torch.Generator().manual_seed(0)
     stream = [(torch.randn(20, 1, 16, 16, generator=generator), torch.arange(20) % 10) for _ in range(4)]
     defaults, states = OnlineConfig(), []
-    _, learner = made(kind)
-    config = replace(SETTINGS, learner=kind, pretrain=kind in FROZEN)
+    _, learner = made(kind, adapt="block4.*")
+    config = replace(SETTINGS, learner=kind, pretrain=kind in FROZEN, adapt="block4.*")
     changed = {name: getattr(defaults, name) for name in config.unused if not name.startswith("pretrain_")}
     assert changed
-    for own in (learner, made(kind, **changed)[1]):
+    for own in (learner, made(kind, **{"adapt": "block4.*", **changed})[1]):
         for inputs, labels in stream:
             own.observe(inputs, labels)
         states.append(own.state())

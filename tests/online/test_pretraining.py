@@ -63,9 +63,18 @@ def test_it_learns_from_the_first_classes_and_validates_with_the_next():
     assert splits["validation"].class_offsets[0] == 0
 
 
-@pytest.mark.parametrize(("learner", "adapted"), [("maml", "all"), ("anil", "head"), ("online-adam", "all")])
-def test_it_is_the_few_shot_training_of_the_learner(learner, adapted):
-    config = OnlineConfig(**{**SMALL, "learner": learner, "lr": 0.002, "inner_lr": 0.07, "order": "second"})
+@pytest.mark.parametrize(
+    ("learner", "asked", "adapted"),
+    [
+        ("maml", "all", "all"),
+        ("maml", ("block4.*", "head.*"), ("block4.*", "head.*")),
+        ("anil", "all", "head"),
+        ("online-adam", "all", "all"),
+    ],
+)
+def test_it_is_the_few_shot_training_of_the_learner(learner, asked, adapted):
+    settings = {"learner": learner, "lr": 0.002, "inner_lr": 0.07, "order": "second", "adapt": asked}
+    config = OnlineConfig(**{**SMALL, **settings})
     few_shot = few_shot_settings(config, class_splits(config))
     assert (few_shot.mask, few_shot.adapt, few_shot.order) == ("fixed", adapted, "second")
     assert (few_shot.inner_steps, few_shot.inner_lr, few_shot.theta_lr) == (1, 0.07, 0.002)

@@ -10,7 +10,7 @@ from torch import nn
 
 from wheretolearn import masks, models
 from wheretolearn.batch_norm import BatchNormMode
-from wheretolearn.config import check_rates, setting
+from wheretolearn.config import check_rates, setting, toml_text
 from wheretolearn.data.episodes import EpisodeShape
 from wheretolearn.engine.choose import EngineKind
 from wheretolearn.engine.graphed import Precision
@@ -54,7 +54,9 @@ class FewShotConfig:
     batch_norm: BatchNormMode = setting("batch", "statistics used: batch (transductive), support or running")
 
     mask: MaskKind = setting("binary", "kind of gradient mask; fixed learns none (MAML, ANIL, BOIL)")
-    adapt: str = setting("all", "parameters the inner loop may change: all, head, body, or a pattern of names")
+    adapt: str | tuple[str, ...] = setting(
+        "all", "parameters the inner loop may change: all, head, body, or patterns of names"
+    )
     adapt_norm: bool = setting(True, "false: the inner loop never changes scale and shift of batch norm")
     mask_init: float | None = setting(
         None, "start value of every multiplier of relu, exp and linear masks, or of shrinkage strengths; none: as usual"
@@ -213,5 +215,7 @@ class FewShotConfig:
             kept = model.transform_names()
             names = tuple(name for name in names if name not in kept)
         if not names:
-            raise ConfigError(f"adapt={self.adapt} selects only transformations of t_net, which the inner loop keeps")
+            raise ConfigError(
+                f"adapt={toml_text(self.adapt)} selects only transformations of t_net, which the inner loop keeps"
+            )
         return names

@@ -88,6 +88,9 @@ class OnlineConfig:
     l1: float = setting(0.1, "metacog: strength of the L1 penalty on its mask")
     logit_init: float = setting(0.5, "metacog: mask logits at the start of every inner loop")
 
+    adapt: str | tuple[str, ...] = setting(
+        "all", "parameters the inner loop may change: all, head, body, or patterns of names"
+    )
     adapt_norm: bool = setting(False, "true: the inner loop also changes scale and shift of batch norm")
     order: Order = setting("first", "meta-gradient of metabgd, metacog and pre-training; c-maml's is first")
 
@@ -144,7 +147,7 @@ class OnlineConfig:
     def unused(self) -> frozenset[str]:
         """Settings that have no effect on this learner."""
         pretraining = {field.name for field in fields(self) if field.name.startswith("pretrain_")}
-        inner_loop = {"inner_steps", "inner_lr", "adapt_norm"}
+        inner_loop = {"inner_steps", "inner_lr", "adapt", "adapt_norm"}
         bgd = {"mean_eta", "initial_std", "samples", "clip_norm"}
         of_some = inner_loop | pretraining | bgd | {"lr", "order", "l1", "logit_init"}
         of_some |= {"mask_lr", "mask_init", "switch_margin", "update_scale", "buffer", "restart"}
@@ -164,6 +167,8 @@ class OnlineConfig:
             used = used - {"inner_lr"}
         if self.pretrain:
             used = used | pretraining | inner_loop | {"lr", "order"}
+        if self.learner in ("anil", "metacog"):  # which adapt the head, and gate the body
+            used = used - {"adapt"}
         return frozenset(of_some - used)
 
     def _check_ranges(self) -> None:

@@ -89,7 +89,7 @@ def few_shot_settings(config: OnlineConfig, splits: Mapping[str, ImageSplit]) ->
         queries=config.pretrain_queries,
         width=config.width,
         mask="fixed",
-        adapt="head" if config.learner == "anil" else "all",
+        adapt="head" if config.learner == "anil" else config.adapt,
         adapt_norm=config.adapt_norm,
         order=config.order,
         inner_steps=config.inner_steps,

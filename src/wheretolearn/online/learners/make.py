@@ -24,7 +24,7 @@ def make_learner(
     if kind == "online-adam":
         return OnlineAdam(model, lr=config.lr)
     if kind == "maml" or kind == "anil":
-        names = select(model, "head" if kind == "anil" else "all")
+        names = select(model, "head" if kind == "anil" else config.adapt)
         return MAML(model, inner_steps=config.inner_steps, inner_lr=config.inner_lr, select=names)
     if kind == "bgd" or kind == "metabgd" or kind == "metacog":
         return BGD(
@@ -40,7 +40,7 @@ def make_learner(
     # Masks are drawn on the CPU, so that they do not depend on the device.
     start = masks.constant(config.inner_lr) if kind == "sparse-c-maml" and config.mask_init == "open" else None
     generator = torch.Generator().manual_seed(seed)
-    names = select(model, "all")
+    names = select(model, config.adapt)
     mask, inner_lr = c_maml_mask(kind, model, inner_lr=config.inner_lr, select=names, init=start, generator=generator)
     return CMAML(
         model,
@@ -59,7 +59,7 @@ def make_learner(
 def _inner_loop(config: OnlineConfig, model: nn.Module) -> InnerLoop | None:
     select = masks.selected_names if config.adapt_norm else masks.without_batch_norm
     if config.learner == "metabgd":
-        names = select(model, "all")
+        names = select(model, config.adapt)
         return WeightsInner(model, steps=config.inner_steps, lr=config.inner_lr, order=config.order, select=names)
     if config.learner == "metacog":
         return GatesInner(
