@@ -283,30 +283,51 @@ def run_with(
     }
     # Each place of a tied tensor is named, and each shared module once: torch's own handling of ties leaves the
     # replacements behind in a module that is used twice.
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
+    places: dict[str, list[str]] = {}  # of each parameter and buffer
+    name_of = {id(tensor): name for name, tensor in named}
     for prefix, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and id(tensor) in replacement:
-                tensors[".".join(filter(None, ("model", prefix, name)))] = replacement[id(tensor)]
-    own = [(module, dict(module._buffers)) for module in model.modules()]
-    result: T = functional_call(_Host(model), tensors, (function,), tie_weights=False)
-    known = {name for name, _ in named}
-    if made := [name for name, _ in model.named_buffers() if name not in known]:
-        for module, before in own:
-            module._buffers = before
-        raise ConfigError(
-            f"the model made the buffer {made[0]} in a pass on one task, and the next task would find it: "
-            "run the model once on an example before it is adapted, so that all its buffers are there"
-        )
-    for name in buffers:  # a buffer may have been assigned anew rather than changed in place
-        buffer: Tensor | None = tensors[f"model.{name}"]
-        if buffer is None:
+                place = ".".join(filter(None, ("model", prefix, name)))
+                tensors[place] = replacement[id(tensor)]
+                places.setdefault(name_of[id(tensor)], []).append(place)
+    with _leaving_as_it_was(model):
+        result: T = functional_call(_Host(model), tensors, (function,), tie_weights=False)
+        known = {name for name, _ in named}
+        if made := [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name not in known]:
             raise ConfigError(
-                f"the model set its buffer {name} to None in a pass, and nothing would be left to go on from: "
-                "keep a tensor in it, an empty one if need be"
+                f"the model made {made[0]} in a pass on one task, and the next task would find it: "
+                "run the model once on an example before it is adapted, so that all its parts are there"
             )
-        buffers[name] = buffer.detach()
+        for name in buffers:  # a buffer may have been assigned anew rather than changed in place
+            found: list[object] = [tensors[place] for place in places[name]]
+            if not all(isinstance(tensor, Tensor) for tensor in found):
+                raise ConfigError(
+                    f"the model set its buffer {name} to None or deleted it in a pass, and nothing would be left to go "
+                    "on from: keep a tensor in it, an empty one if need be"
+                )
+            if any(tensor is not found[0] for tensor in found):
+                raise ConfigError(
+                    f"the model assigned a tensor to one of the names of its buffer {name} in a pass, and the others "
+                    "kept theirs: change it in place, or give each name a buffer of its own"
+                )
+            buffers[name] = tensors[places[name][0]].detach()
     return result
+
+
+@contextmanager
+def _leaving_as_it_was(model: nn.Module) -> Iterator[None]:
+    """After an error a model has the modules, parameters and buffers that it had before."""
+    before = [(m, dict(m._modules), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, modules, parameters, buffers in before:
+            module._modules, module._parameters, module._buffers = modules, parameters, buffers
+            for name in (*parameters, *buffers):  # torch gives what was deleted back as a plain attribute
+                vars(module).pop(name, None)
+        raise
 
 
 def _wide_zeros(like: Tensor) -> Tensor:
