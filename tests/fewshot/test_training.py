@@ -194,7 +194,10 @@ def change(run, **values):
     (run.path / "run.json").write_text(json.dumps(info))
 
 
-@pytest.mark.parametrize(("changed", "told"), [({"inner_lr": 0.9}, r"inner_lr=0\.1"), ({"seed": 9}, "seed=0")])
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"inner_lr": 0.9}, r"inner_lr=0\.1"), ({"seed": 9}, "seed=0"), ({"start_from": "other"}, "start_from=none")],
+)
 def test_a_checkpoint_of_other_settings_or_another_seed_is_refused(stopped, changed, told):
     before = {file: file.read_bytes() for file in (stopped.path / "checkpoints").iterdir()}
     change(stopped, **changed)
@@ -202,6 +205,30 @@ def test_a_checkpoint_of_other_settings_or_another_seed_is_refused(stopped, chan
     with RunFolder.open(stopped.path) as run, pytest.raises(MismatchError, match=message):
         train(run)
     assert {file: file.read_bytes() for file in (stopped.path / "checkpoints").iterdir()} == before
+
+
+def test_a_run_cannot_end_before_the_step_it_has_reached(stopped):
+    before = {file: file.read_bytes() for file in (stopped.path / "checkpoints").iterdir()}
+    change(stopped, outer_steps=1)
+    with RunFolder.open(stopped.path) as run, pytest.raises(ConfigError, match=r"has taken 2 outer steps .*too few"):
+        train(run)
+    assert {file: file.read_bytes() for file in (stopped.path / "checkpoints").iterdir()} == before
+    change(stopped, outer_steps=2)
+    with RunFolder.open(stopped.path) as run:
+        assert train(run).step == 2
+
+
+def test_a_run_under_way_can_be_told_to_keep_fewer_of_the_best(new_run):
+    def interrupt(step, values):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with new_run(validate_every=1, keep_best=3) as run, pytest.raises(Stopped):
+        train(run, interrupt)
+    assert len(final_state(run)["best"]) == 3
+    change(run, keep_best=1)
+    with RunFolder.open(run.path) as run:
+        assert len(train(run).best) == 1
 
 
 def test_a_run_under_way_can_be_told_to_go_on_for_longer(stopped):

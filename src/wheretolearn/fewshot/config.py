@@ -31,8 +31,8 @@ INCIDENTAL = frozenset(
         *("checkpoint_every", "keep_best", "start_from"),
     }
 )
-# When a run ends and how it is tested, which a run under way may be given anew.
-CHANGEABLE = frozenset({"outer_steps", "patience", "test_inner_steps"})
+# What a run under way may be given anew: that, but for what it started from; when it ends, and how it is tested.
+CHANGEABLE = INCIDENTAL - {"start_from"} | {"outer_steps", "patience", "test_inner_steps"}
 
 
 @dataclass(frozen=True)

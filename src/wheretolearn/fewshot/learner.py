@@ -71,7 +71,7 @@ class Learner:
         best = state["best"]
         if "best_accuracy" in state:  # early versions kept one
             best = [{"accuracy": state["best_accuracy"], "step": state["best_step"], **best}] if best else []
-        self.best = [Snapshot(**snapshot) for snapshot in best]
+        self.best = [Snapshot(**snapshot) for snapshot in best][: self.keep_best]
         self.seconds = state["seconds"]
         checkpoint.restore_random_state(state["random"])
         self.step = step

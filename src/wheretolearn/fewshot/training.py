@@ -12,8 +12,8 @@ from wheretolearn.config import from_dict, to_dict
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.choose import Evaluator, choose, make_engine
 from wheretolearn.engine.task import Lane
-from wheretolearn.errors import NonFiniteError, Stopped, UserError
-from wheretolearn.fewshot.config import CHANGEABLE, INCIDENTAL, FewShotConfig
+from wheretolearn.errors import ConfigError, NonFiniteError, Stopped, UserError
+from wheretolearn.fewshot.config import CHANGEABLE, FewShotConfig
 from wheretolearn.fewshot.learner import Learner, load_start, new_learner
 from wheretolearn.fewshot.tasks import TaskSource, split_of
 from wheretolearn.runs import checkpoint
@@ -268,7 +268,12 @@ class _Sitting:
         learner = new_learner(config, image_shape, run.seed, self.device)
         saved = checkpoint.load_latest(run)
         if saved is not None:
-            checkpoint.check_identity(run, saved.state, FewShotConfig, INCIDENTAL | CHANGEABLE)
+            checkpoint.check_identity(run, saved.state, FewShotConfig, CHANGEABLE)
+            if saved.step > config.outer_steps:
+                raise ConfigError(
+                    f"{run.path} has taken {saved.step} outer steps already: outer_steps={config.outer_steps} "
+                    "in its run.json is too few"
+                )
             learner.restore(saved.step, saved.state, str(run.path))
             learner.notes = saved.notes
             for note in saved.notes:
