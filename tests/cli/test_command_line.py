@@ -1,5 +1,6 @@
 """The real command in real processes: what it prints, how it ends, and what survives."""
 
+import errno
 import functools
 import json
 import os
@@ -21,7 +22,7 @@ from wheretolearn.cli import fewshot
 from wheretolearn.cli.common import check_open_files
 from wheretolearn.data import glyphs
 from wheretolearn.errors import UserError
-from wheretolearn.runs import checkpoint, environment
+from wheretolearn.runs import checkpoint, environment, workers
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import load_all
 from wheretolearn.storage import load_weights
@@ -522,30 +523,66 @@ def test_a_slip_with_several_runs_leaves_none_behind(run_command, tmp_path, slip
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "continual", "online"])
-def test_more_runs_than_files_can_be_open_leave_none_behind(tmp_path, command):
-    started = [sys.executable, "-m", "wheretolearn", command, tmp_path / "many", "--seeds", "400"]
-    limit = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, 256))
-    result = subprocess.run(started, preexec_fn=limit, capture_output=True, text=True)
-    assert_message(result, "400 runs keep up to 432 files open", "allows 256", "start fewer runs")
+def limited_to(files, *arguments):
+    """The real command where no more files may be open at once."""
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (files, files))
+    started = [sys.executable, "-m", "wheretolearn", *map(str, arguments)]
+    return subprocess.run(started, preexec_fn=limit, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "limit", "seeds", "workers", "needed"),
+    [("train", 47, 15, 15, 107), ("continual", 72, 40, 1, 115), ("online", 256, 400, 4, 844)],
+)
+def test_more_runs_than_files_can_be_open_leave_none_behind(tmp_path, command, limit, seeds, workers, needed):
+    """Each worker costs the parent three files, and one with all the runs has two of each."""
+    many = (tmp_path / "many", "--device", "cpu", "--seeds", seeds, "--workers", workers)
+    result = limited_to(limit, command, *many)
+    assert_message(result, f"{seeds} runs keep up to {needed} files open", f"allows {limit}", "start fewer runs")
     assert not (tmp_path / "many").exists()
 
 
+def test_as_many_runs_as_files_can_be_open_are_done(tmp_path):
+    brief = [f"--set={setting}" for setting in ("tasks=2", "examples=10", "width=4", "memory=10", "matrix_images=10")]
+    many = (tmp_path / "many", "--device", "cpu", "--seeds", 40, "--workers", 1, *brief, "--set", "log_every=1")
+    result = limited_to(115, "continual", *many)
+    assert result.returncode == 0, result.stderr
+    assert len(list((tmp_path / "many").glob("*/result.json"))) == 40
+
+
 def test_more_runs_than_files_can_be_open_are_not_resumed(monkeypatch, tmp_path):
-    RunFolder.create(tmp_path / "run", {}, 0, "fewshot").close()
+    for seed in range(3):
+        RunFolder.create(tmp_path / f"run{seed}", {}, seed, "fewshot").close()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (33, 33))
     with pytest.raises(UserError, match="1 runs keep up to 34 files open"):
-        fewshot.resume([tmp_path / "run"], device="cpu")
+        fewshot.resume([tmp_path / "run0"], device="cpu")
+    with pytest.raises(UserError, match="3 runs keep up to 44 files open"):
+        fewshot.resume([tmp_path], device="cpu", workers=2)
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", 132), ("cuda", 232)])
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 247), ("cuda", 232)])
 def test_a_limit_on_open_files_is_raised_where_the_machine_allows_it(monkeypatch, device, expected):
     raised = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 5000))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (60, 5000))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
-    check_open_files(4, device, tensorboard=False)
-    check_open_files(100, device, tensorboard=False)
+    check_open_files(4, device, 9, tensorboard=False)
+    check_open_files(100, device, 5, tensorboard=False)
     assert raised == [(expected, 5000)]
+
+
+def test_files_that_run_out_all_the_same_are_told_in_one_line(tmp_path, monkeypatch, capsys):
+    """Called in this process, where starting workers can be made to fail."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(workers, "run_workers", refuse)
+    monkeypatch.setattr(cli, "keep_freed_memory", lambda: None)  # it could not be undone
+    monkeypatch.setattr(sys, "argv", ["wheretolearn", "train", str(tmp_path / "runs"), "--seeds", "2", "--device=cpu"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    result = subprocess.CompletedProcess(sys.argv, ended.value.code, *capsys.readouterr())
+    assert_message(result, "error: too many files are open at once", "fewer runs or workers", "ulimit -n")
 
 
 def memory_is_counted():

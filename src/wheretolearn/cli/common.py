@@ -18,6 +18,7 @@ from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot import training as fewshot_training
 from wheretolearn.online import training as online_training
 from wheretolearn.presets import Paper, list_presets
+from wheretolearn.runs import environment
 from wheretolearn.runs.folder import MAX_SEED, RunFolder, check_free
 from wheretolearn.runs.tensorboard import check_installed
 
@@ -51,7 +52,9 @@ _FINISHED = {
     "continual": continual_training.finished,
     "online": online_training.finished,
 }
-SPARE_FILES = 32  # for all that is no run's own: libraries, image sets, pipes to workers
+FILES_PER_RUN = 2  # its lock and its metrics; TensorBoard's come on top
+FILES_PER_WORKER = 3  # its standard input, output and error
+SPARE_FILES = 32  # for all else: libraries, image sets, files that are open for a moment
 # The command that starts runs of a protocol.
 COMMANDS = {"fewshot": "train", "continual": "continual", "online": "online"}
 
@@ -123,13 +126,16 @@ def _number(value: float, std: float | None) -> str:
     return f"{value:.2f}" + ("" if std is None else f" ± {std:.2f}")
 
 
-def check_open_files(runs: int, device: str, tensorboard: bool) -> None:
-    """Allow this process the files of so many runs, or refuse them: some would be begun, and none trained."""
+def check_open_files(runs: int, device: str, workers: int | None, tensorboard: bool) -> None:
+    """Allow this process the files of so many runs, or refuse them: some would be begun, and none trained.
+
+    Workers inherit the limit, and one of them may have all the runs.
+    """
     if sys.platform == "win32":  # which has no such limit
         return
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    each = 1 if device == "cpu" and runs > 1 else 2  # its lock; its metrics, unless a process of its own has them
-    needed = runs * (each + tensorboard) + SPARE_FILES
+    processes = min(runs, workers or environment.cores()) if device == "cpu" and runs > 1 else 0
+    needed = runs * (FILES_PER_RUN + tensorboard) + processes * FILES_PER_WORKER + SPARE_FILES
     if limit == resource.RLIM_INFINITY or needed <= limit:
         return
     try:
@@ -137,7 +143,7 @@ def check_open_files(runs: int, device: str, tensorboard: bool) -> None:
     except (ValueError, OSError):
         raise UserError(
             f"{runs} runs keep up to {needed} files open at once, and this machine allows {most}: "
-            "start fewer runs at a time, or have the limit raised (`ulimit -Hn`)"
+            "start fewer runs or workers at a time, or have the limit raised (`ulimit -Hn`)"
         ) from None
 
 

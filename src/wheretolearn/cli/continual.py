@@ -64,6 +64,7 @@ def continual(
         record,
         tensorboard,
         device=device,
+        workers=workers,
         check=_check,
         take_to_the_end=lambda runs: take_to_the_end(runs, device, workers),
     )

@@ -78,7 +78,7 @@ def train(
     device = chosen_device(device)
     names: list[str | None] = [*dict.fromkeys(presets or [])] or [None]
     configs = {name: _config(name, chosen_scale, overrides or []) for name in names}
-    check_open_files(len(names) * len(numbers), device, tensorboard)
+    check_open_files(len(names) * len(numbers), device, workers, tensorboard)
     places = free_places(run, names, numbers)
     for config in configs.values():
         _check(config, seed, device)
@@ -110,7 +110,7 @@ def resume(
     device = chosen_device(device)
     with ExitStack() as folders:
         runs = [folders.enter_context(run) for run in runs_in(paths, wanted="unfinished")]
-        check_open_files(len(runs), device, any(run.tensorboard for run in runs))
+        check_open_files(len(runs), device, workers, any(run.tensorboard for run in runs))
         if fewshot := [run for run in runs if run.protocol == "fewshot"]:
             _continue(fewshot, device, workers, threads)
         if others := [run for run in runs if run.protocol == "continual"]:

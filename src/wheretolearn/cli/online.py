@@ -74,6 +74,7 @@ def online(
         record,
         tensorboard,
         device=device,
+        workers=workers,
         check=partial(_check, device),
         take_to_the_end=lambda runs: take_to_the_end(runs, device, workers),
     )

@@ -54,6 +54,7 @@ def start(
     tensorboard: bool,
     *,
     device: str,
+    workers: int | None,
     check: Callable[[Any, Sequence[int]], None],
     take_to_the_end: Callable[[Sequence[RunFolder]], None],
 ) -> None:
@@ -70,7 +71,7 @@ def start(
     configs = {name: _config(protocol, name, chosen_scale, overrides) for name in names}
     if run is None and len(presets) == 1:
         run = Path("runs") / presets[0]  # also of a group
-    check_open_files(len(names) * len(numbers), device, tensorboard)
+    check_open_files(len(names) * len(numbers), device, workers, tensorboard)
     places = free_places(run, names, numbers)
     for config in dict.fromkeys(configs.values()):
         check(config, numbers)

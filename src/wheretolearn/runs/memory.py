@@ -1,4 +1,4 @@
-"""Telling the user that memory ran out, in one line, whoever noticed it."""
+"""Telling the user that memory, or files to open, ran out, in one line, whoever noticed it."""
 
 import re
 from collections.abc import Iterator
@@ -17,11 +17,16 @@ _SIGNS = (
 
 @contextmanager
 def memory_errors_told() -> Iterator[None]:
-    """What takes more memory than there is ends in a UserError."""
+    """What takes more memory or open files than there are ends in a UserError."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, OSError) as error:
         text = str(error)
+        if "Too many open files" in text:
+            raise UserError(
+                "too many files are open at once: start or resume fewer runs or workers at a time, or have the limit "
+                "raised (`ulimit -n`)"
+            ) from error
         told = any(sign in text for sign in _SIGNS)
         if not told and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise
