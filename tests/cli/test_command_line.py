@@ -609,7 +609,7 @@ needs_counted_memory = pytest.mark.skipif(not memory_is_counted(), reason="this 
 def test_sizes_beyond_all_memory_end_in_one_line(tmp_path, run_command, command, settings, asked, seeds):
     small = [f"--set={setting}" for setting in ("width=8", *settings)]
     result = run_command(command, tmp_path / "run", "--device", "cpu", "--seeds", seeds, *small)
-    assert_message(result, "not enough memory", asked, "make smaller")
+    assert_message(result, "not enough memory", asked, "make smaller", "in a new run, width")
 
 
 @needs_counted_memory

@@ -33,6 +33,6 @@ def memory_errors_told() -> Iterator[None]:
         size = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
         asked = f" ({size[1]} were asked for)" if size else ""
         raise UserError(
-            f"not enough memory{asked}: make smaller what takes it, such as width, tasks_per_step, validation_tasks, "
-            "samples, memory or --tasks"
+            f"not enough memory{asked}: make smaller what takes it, such as --tasks, or, in a new run, width, "
+            "tasks_per_step, validation_tasks, samples or memory"
         ) from error
