@@ -128,6 +128,39 @@ def test_lanes_saved_at_different_steps_go_on_from_the_last_common_one_bit_for_b
             assert torch.equal(outcome(run)[0][name], value)
 
 
+def test_a_damaged_common_checkpoint_parts_lanes_whose_latest_are_whole(new_run):
+    """A kill left one lane a checkpoint ahead, and its earlier one, the other's latest, is damaged."""
+    runs = [new_run(str(seed), seed, learner="sgd") for seed in (0, 1)]
+    lanes = training._Lanes(runs, "cpu", None, None)
+    for _ in range(2):
+        lanes.advance()
+        lanes.save()
+    next((runs[0].path / "checkpoints").glob("step-000000001.*")).write_bytes(b"junk")
+    next((runs[1].path / "checkpoints").glob("step-000000002.*")).unlink()
+    assert [checkpoint.load_latest(run).step for run in runs] == [2, 1]
+    steps = []
+    training.train_together(runs, lambda run, step, values: steps.append((run.seed, step)))
+    assert all(training.finished(run) for run in runs)
+    assert {(0, 2), (1, 1)} <= set(steps)
+    assert (0, 1) not in steps
+
+
+def test_a_lane_whose_folder_was_renamed_goes_on_alone(new_run, tmp_path):
+    runs = [new_run(str(seed), seed, learner="sgd") for seed in (0, 1)]
+    lanes = training._Lanes(runs, "cpu", None, None)
+    lanes.advance()
+    lanes.save()
+    for run in runs:
+        run.close()
+    runs[0].path.rename(tmp_path / "renamed")
+    again = [RunFolder.open(tmp_path / name) for name in ("renamed", "1")]
+    assert training.lane_groups(again) == [[run] for run in again]
+    training.train_together(again)
+    for run in again:
+        run.close()
+        assert training.finished(run)
+
+
 def test_a_checkpoint_of_other_settings_is_refused(new_run):
     run = new_run("run", 0, learner="sgd")
     lanes = training._Lanes([run], "cpu", None, None)

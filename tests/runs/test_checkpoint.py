@@ -145,6 +145,15 @@ def test_all_damaged_is_an_error_that_names_the_files(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_latest(tmp_path)
     assert all(str(path) in str(caught.value) for path in paths)
+    assert "No other is left: start again" in str(caught.value)
+
+
+def test_a_damaged_early_one_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    flip(save(tmp_path, state(1), 1), 100)
+    save(tmp_path, state(2), 2)
+    with pytest.raises(UserError, match=r"No other is of step 1 or before\.$"):
+        load_latest(tmp_path, at_most=1)
+    assert latest(tmp_path).step == 2
 
 
 def test_a_damaged_checkpoint_is_not_kept_over_a_good_one(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def lane_groups(runs: Sequence[RunFolder]) -> list[list[RunFolder]]:
     for run in runs:
         saved = checkpoint.load_latest(run)
         if saved is not None:
-            lanes = tuple(saved.state.get("lanes", [names[run]]))
+            lanes = tuple(saved.state.get("lanes", ()))
+            if names[run] not in lanes:
+                lanes = (names[run],)  # of an early version, or its folder has another name now
             before |= {(kinds[run], name): lanes for name in lanes if (kinds[run], name) not in before}
             before[kinds[run], names[run]] = lanes
     groups: dict[tuple[str, tuple[str, ...]], list[RunFolder]] = {}
@@ -95,7 +97,10 @@ def saved_together(runs: Sequence[RunFolder]) -> list[checkpoint.Checkpoint] | N
     steps = [own.step if own is not None else 0 for own in saved]
     if not any(steps):
         return []
-    found = [checkpoint.load_latest(run, at_most=min(steps)) for run in runs]
+    try:
+        found = [checkpoint.load_latest(run, at_most=min(steps)) for run in runs]
+    except UserError:  # of that step one is damaged; the latest are whole
+        return None
     same = [own for own in found if own is not None and own.step == min(steps)]
     return same if len(same) == len(runs) else None
 

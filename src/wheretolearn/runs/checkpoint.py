@@ -97,7 +97,8 @@ def load_latest(run: RunFolder | str | PathLike[str], at_most: int | None = None
             continue
         return Checkpoint(stored.step, state, tuple(f"{note}; using step {stored.step}" for note in notes))
     if notes:
-        raise UserError("; ".join(notes) + ". No other is left: start again in a new folder.")
+        left = "is left: start again in a new folder" if at_most is None else f"is of step {at_most} or before"
+        raise UserError("; ".join(notes) + f". No other {left}.")
     return None
 
 
