@@ -304,6 +304,33 @@ def test_a_run_that_fails_keeps_no_others_from_their_ends(new_runs):
     assert [finished(run) for run in runs] == [False, True, True]
 
 
+def test_a_run_whose_checkpoints_are_damaged_keeps_no_others_from_their_ends(paths, tmp_path, run_command):
+    for number, path in enumerate(paths):
+        shutil.copytree(path, tmp_path / f"runs/seed{number}")
+        (tmp_path / f"runs/seed{number}/result.json").unlink()
+    for stored in (tmp_path / "runs/seed0/checkpoints").iterdir():
+        stored.write_text("junk")
+    done = run_command("resume", "runs", "--device", "cpu", "--workers", "1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error: 1 of 2 runs failed:\nruns/seed0: the checkpoint runs/seed0/checkpoints/step-" in done.stderr
+    assert "note: runs/seed0 failed: the checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [finished(RunFolder.open(tmp_path / f"runs/seed{seed}")) for seed in (0, 1)] == [False, True]
+
+
+def test_of_the_runs_of_one_process_only_those_that_failed_are_named(new_runs, tmp_path, run_command):
+    brief = {"tasks": 2, "examples": 20, "clip_norm": None, "learner": "er"}
+    for run in new_runs({0: {**brief, "lr": 1e30}, 1: {**brief, "lr": 0.01}}):
+        run.close()
+    done = run_command("resume", "0", "1", "--device", "cpu", "--workers", "1", cwd=tmp_path)
+    assert done.returncode == NonFiniteError.exit_code
+    assert finished(RunFolder.open(tmp_path / "1"))
+    assert "note: 0 failed: weights are not finite" in done.stderr
+    assert "error: 1 of 2 runs failed:\n0: weights are not finite" in done.stderr
+    assert done.stderr.count("runs failed") == 1
+    assert "1 failed" not in done.stderr
+
+
 def test_a_run_of_another_protocol_is_refused(tmp_path):
     RunFolder.create(tmp_path / "run", {}, 0, "offline").close()
     with pytest.raises(UserError, match="a run of the protocol offline, which this command does not know"):

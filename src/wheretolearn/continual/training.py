@@ -112,16 +112,25 @@ def train_together(
     device: str = "cpu",
     notify: Callable[[str], None] | None = None,
     on_stop: Callable[[], None] | None = None,
+    on_failure: Callable[[Sequence[RunFolder], UserError], None] | None = None,
 ) -> None:
     """Take runs to their ends, from their last checkpoints if they have any; equal settings go side by side.
 
     Each ends as it would alone, up to rounding. A run that fails does not keep others from their ends; the error comes
-    last. Where one of several lanes diverges, each goes on alone from its last checkpoint. SIGINT or SIGTERM ends this
-    with ``Stopped``, after saving.
+    last, and at once to ``on_failure``. Where one of several lanes diverges, each goes on alone from its last
+    checkpoint. SIGINT or SIGTERM ends this with ``Stopped``, after saving.
     """
     for run in runs:
         run.lock()
-    errors = _unusable([run for run in runs if not finished(run)])
+    errors: dict[RunFolder, UserError] = {}
+
+    def fail(group: Sequence[RunFolder], error: UserError) -> None:
+        errors.update(dict.fromkeys(group, error))
+        if on_failure is not None:
+            on_failure(group, error)
+
+    for run, error in unusable([run for run in runs if not finished(run)]).items():
+        fail([run], error)
     with StopRequest(on_request=on_stop) as stop:
         groups = list(lane_groups([run for run in runs if not finished(run) and run not in errors]))
         while groups:
@@ -143,12 +152,12 @@ def train_together(
                         notify(f"{error}. Each of these runs goes on alone from its last checkpoint")
                     groups = [[run] for run in group] + groups
                 else:
-                    errors |= dict.fromkeys(group, error)
+                    fail(group, error)
     if errors:
         raise failure(errors, of=len(runs))
 
 
-def _unusable(runs: Sequence[RunFolder]) -> dict[RunFolder, UserError]:
+def unusable(runs: Sequence[RunFolder]) -> dict[RunFolder, UserError]:
     """Runs whose checkpoints are damaged or not theirs, each with its error: no reason for the others not to learn."""
     errors: dict[RunFolder, UserError] = {}
     for run in runs:

@@ -6,10 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wheretolearn.continual.training import Report, finished, lane_groups, saved_together, train_together
+from wheretolearn.continual.training import Report, finished, lane_groups, saved_together, train_together, unusable
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.workers import Teller, train_in_workers, work
+from wheretolearn.runs.workers import Teller, failure_of, train_in_workers, work
 
 
 def train_in_processes(
@@ -25,15 +25,21 @@ def train_in_processes(
     at_once = workers or environment.cores()
     for run in runs:
         run.lock()  # before their checkpoints tell who was together
+    left = [run for run in runs if not finished(run)]
+    failed = unusable(left)
+    for run, error in failed.items():
+        if notify is not None:
+            notify(failure_of([run], error, " failed"))
     train_in_workers(
         "wheretolearn.continual.worker",
-        share_out([run for run in runs if not finished(run)], at_once),
+        share_out([run for run in left if run not in failed], at_once),
         report,
         finished=finished,
         at_once=at_once,
         threads=threads or 1,
         notify=notify,
         on_stop=on_stop,
+        failed=failed,
     )
 
 
@@ -54,7 +60,8 @@ def _train(paths: Sequence[Path], teller: Teller) -> None:
     def report(run: RunFolder, step: int, values: Mapping[str, Any]) -> None:
         teller.tell_step(step, {**values, "run": str(run.path)} if values else {})
 
-    train_together([RunFolder.open(path) for path in paths], report, notify=teller.tell_note)
+    runs = [RunFolder.open(path) for path in paths]
+    train_together(runs, report, notify=teller.tell_note, on_failure=teller.tell_failure)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def train_in_workers(
 
     A process tells about one of several runs by its path in the values, as ``run``; without it, about all it has.
     What fails does not keep the others from their ends; the error comes last, with the runs that ``failed`` before.
+    Runs of which their process told through ``tell_failure`` have that error; others that a process left, its own.
     """
     names = {", ".join(str(run.path) for run in share): share for share in shares}
     by_path = {str(run.path): run for share in shares for run in share}
@@ -68,6 +69,16 @@ def train_in_workers(
         one = told.pop("run", None)
         for run in names[name] if one is None else [by_path[one]]:
             report(run, step, told)
+
+    errors = dict(failed or {})
+
+    def fail(name: str, told: Sequence[str], error: UserError) -> None:
+        of = [by_path[path] for path in told] or [run for run in names[name] if run not in errors and not finished(run)]
+        if not of and any(run in errors for run in names[name]):
+            return
+        errors.update(dict.fromkeys(of, error))
+        if notify is not None:
+            notify(failure_of(of or names[name], error, " failed"))
 
     def let_go(name: str) -> None:
         for run in names[name]:
@@ -81,14 +92,12 @@ def train_in_workers(
         notify=notify,
         on_stop=on_stop,
         on_start=let_go,
+        on_failure=fail,
     )
     for run in by_path.values():
         run.close()
-    errors = dict(failed or {})
-    for name, error in outcome.failed.items():
-        errors |= {run: error for run in names[name] if not finished(run)}
     # A worker that was about to end when it was told to stop may have finished all the same.
-    left = [run for name in outcome.stopped for run in names[name] if not finished(run)]
+    left = [run for name in outcome.stopped for run in names[name] if not finished(run) and run not in errors]
     if left:
         raise stopped(f"stopped {len(left)} runs and saved them", left, errors)
     if errors:
@@ -111,10 +120,16 @@ def stopped(what: str, left: Sequence[RunFolder], errors: Mapping[RunFolder, Use
 
 def _by_error(errors: Mapping[RunFolder, UserError], words: str = "") -> list[str]:
     """Each error with its run, or with all runs that share it: lanes of one process, or one pre-training."""
-    paths: dict[UserError, list[str]] = {}  # by identity, as errors compare
+    runs: dict[UserError, list[RunFolder]] = {}  # by identity, as errors compare
     for run, error in errors.items():
-        paths.setdefault(error, []).append(str(run.path))
-    return [f"{', '.join(own)}{words}: {error}" for error, own in paths.items()]
+        runs.setdefault(error, []).append(run)
+    return [failure_of(own, error, words) for error, own in runs.items()]
+
+
+def failure_of(runs: Sequence[RunFolder], error: UserError, words: str = "") -> str:
+    """An error with the runs that it is about, which it may name already."""
+    paths = ", ".join(str(run.path) for run in runs)
+    return f"{paths}{words}: {str(error).removeprefix(f'{paths}: ')}"
 
 
 def run_workers(
@@ -126,13 +141,15 @@ def run_workers(
     notify: Callable[[str], None] | None = None,
     on_stop: Callable[[], None] | None = None,
     on_start: Callable[[str], None] | None = None,
+    on_failure: Callable[[str, Sequence[str], UserError], None] | None = None,
     stop_on_failure: bool = False,
 ) -> Outcome:
     """Run each command, a Python module with its arguments, in a process; ``at_once`` of them at a time.
 
     ``update`` gets the name of a worker and what it told through ``tell_step``, ``notify`` what through ``tell_note``.
     SIGINT and SIGTERM are passed on to the workers once; ``on_stop`` is called first. ``on_start`` gets the name of
-    each worker just before it starts.
+    each worker just before it starts. ``on_failure`` gets the name of a worker with what it told through
+    ``tell_failure``, and, with no runs, that of one whose process failed.
     """
     waiting = dict(commands)
     working: dict[str, _Worker] = {}
@@ -147,6 +164,9 @@ def run_workers(
                 if "note" in message:
                     if notify is not None:
                         notify(message["note"])
+                elif "failed" in message:
+                    if on_failure is not None:
+                        on_failure(name, message["failed"], _error(message["code"], message["words"]))
                 else:
                     update(name, message["step"], message["values"])
 
@@ -169,8 +189,8 @@ def run_workers(
                         stopped.append(name)
                     else:
                         failed[name] = _error(code, words)
-                        if notify is not None:
-                            notify(f"{name} failed: {failed[name]}")
+                        if on_failure is not None:
+                            on_failure(name, (), failed[name])
                 if not stopping and (stop.requested or (stop_on_failure and failed)):
                     stopping = True
                     for worker in working.values():
@@ -206,7 +226,8 @@ class _Worker:
         for line in self._process.stdout:
             with suppress(ValueError):  # a stranger's print, or a line that a kill cut short
                 message = from_json(line)
-                if isinstance(message, dict) and ("note" in message or {"step", "values"} <= message.keys()):
+                known = ({"note"}, {"failed", "code", "words"}, {"step", "values"})
+                if isinstance(message, dict) and any(kind <= message.keys() for kind in known):
                     messages.put((name, message))
 
     def ended(self) -> bool:
@@ -251,6 +272,10 @@ class Teller:
 
     def tell_note(self, text: str) -> None:
         self._tell({"note": text})
+
+    def tell_failure(self, runs: Sequence[RunFolder], error: UserError) -> None:
+        """Of some of this process's runs, where the others go on."""
+        self._tell({"failed": [str(run.path) for run in runs], "code": error.exit_code, "words": str(error)})
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         with suppress(OSError):  # the parent is gone; saving matters more
