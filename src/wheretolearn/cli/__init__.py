@@ -9,7 +9,7 @@ from rich.console import Console
 from wheretolearn.cli import adapt, continual, data, demo, fewshot, figures, online, presets, report, reproduce
 from wheretolearn.cpu import keep_freed_memory
 from wheretolearn.errors import UserError
-from wheretolearn.runs.memory import memory_errors_told
+from wheretolearn.runs.shortages import shortages_told
 from wheretolearn.version import __version__
 
 app = typer.Typer(
@@ -51,7 +51,7 @@ def main() -> None:
     """Run the command line; a user's mistake ends in one message and an exit code, not a traceback."""
     keep_freed_memory()
     try:
-        with memory_errors_told():
+        with shortages_told():
             app()
     except UserError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", style="red", markup=False)

@@ -22,7 +22,7 @@ import torch
 from wheretolearn.cpu import keep_freed_memory
 from wheretolearn.errors import NonFiniteError, Stopped, UserError
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.runs.memory import memory_errors_told
+from wheretolearn.runs.shortages import shortages_told
 from wheretolearn.runs.signals import StopRequest
 from wheretolearn.storage import from_json, to_json
 
@@ -289,7 +289,7 @@ def work(job: Callable[[Teller], None]) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as the parent wants
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     try:
-        with memory_errors_told():
+        with shortages_told():
             job(Teller())
     except UserError as error:
         sys.stderr.write(f"{error}\n")

@@ -16,7 +16,7 @@ _SIGNS = (
 
 
 @contextmanager
-def memory_errors_told() -> Iterator[None]:
+def shortages_told() -> Iterator[None]:
     """What takes more memory or open files than there are ends in a UserError."""
     try:
         yield
