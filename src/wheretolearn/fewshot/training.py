@@ -19,7 +19,7 @@ from wheretolearn.fewshot.tasks import TaskSource, split_of
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
-from wheretolearn.runs.workers import failure
+from wheretolearn.runs.workers import failure, failure_of
 from wheretolearn.storage import save_weights
 
 Report = Callable[[RunFolder, int, Mapping[str, Any]], None]  # (run, outer step, latest values)
@@ -256,7 +256,7 @@ class _Sitting:
         if self._alone:
             learner, config = members[0].learner, members[0].config
             return f"stopped after step {learner.step} of {config.outer_steps} and saved; go on with `{command}`"
-        failed = [f"\n{run.path} failed: {error}" for run, error in self.failures.items()]
+        failed = ["\n" + failure_of([run], error, " failed") for run, error in self.failures.items()]
         return f"stopped {len(members)} runs and saved them; go on with `{command}`" + "".join(failed)
 
     def _open(self, run: RunFolder) -> _Member:
@@ -343,7 +343,7 @@ class _Sitting:
         except UserError as error:
             self.failures[run] = error
             if not self._alone:
-                self.notify(f"{run.path} failed: {error}")
+                self.notify(failure_of([run], error, " failed"))
 
 
 def _names(members: Sequence[_Member]) -> str:

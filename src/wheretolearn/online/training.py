@@ -28,7 +28,7 @@ from wheretolearn.online.recorded import DIVERGED, RecordedStep
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
-from wheretolearn.runs.workers import failure, stopped
+from wheretolearn.runs.workers import failure, failure_of, stopped
 from wheretolearn.storage import check_shapes, load_weights, read_json, save_weights, write_json
 
 Report = Callable[[RunFolder, int, Mapping[str, Any]], None]  # (run, step, latest values)
@@ -166,7 +166,7 @@ def keeping_errors(
     except UserError as error:
         errors |= dict.fromkeys(runs, error)
         if notify is not None:
-            notify(f"{', '.join(str(run.path) for run in runs)} failed: {error}")
+            notify(failure_of(runs, error, " failed"))
 
 
 @contextmanager
