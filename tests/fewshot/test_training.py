@@ -23,7 +23,7 @@ from wheretolearn.fewshot.training import train, train_together
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.workers import Outcome
-from wheretolearn.storage import load_weights
+from wheretolearn.storage import load_weights, save_weights
 
 pytestmark = pytest.mark.usefixtures("stripes")
 
@@ -273,6 +273,34 @@ def test_an_unknown_split_lists_the_known_ones(small):
 def test_an_unfinished_run_cannot_be_evaluated(new_run):
     with pytest.raises(UserError, match="is not finished"):
         evaluate_run(new_run(), "train")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"), [({"inner_lr": 0.9}, r"inner_lr=0\.1"), ({"seed": 9}, "seed=0"), ({"outer_steps": 9}, "=2")]
+)
+def test_a_trained_model_of_other_settings_than_its_run_is_not_evaluated(new_run, changed, told):
+    with new_run(outer_steps=2) as run:
+        train(run)
+    change(run, test_inner_steps=1)
+    with RunFolder.open(run.path) as run:
+        assert evaluate_run(run, "train", tasks=1).steps == 1
+    change(run, **changed)
+    for measure in (planned, evaluate_run):
+        with (
+            RunFolder.open(run.path) as run,
+            pytest.raises(MismatchError, match=rf"its model belongs to other settings .*saved with \w*{told}\)"),
+        ):
+            measure(run, split="train", data="stripes")
+
+
+def test_a_model_of_an_early_version_is_evaluated(new_run):
+    run = new_run()
+    train(run)
+    expected = evaluate_run(run, "train", tasks=2)
+    tensors, about = load_weights(run.path / "model.safetensors")
+    assert about.pop("identity")
+    save_weights(run.path / "model.safetensors", tensors, about)
+    assert evaluate_run(run, "train", tasks=2) == expected
 
 
 def test_evaluation_on_images_of_another_size_is_refused(new_run, stripes):

@@ -31,8 +31,9 @@ INCIDENTAL = frozenset(
         *("checkpoint_every", "keep_best", "start_from"),
     }
 )
-# What a run under way may be given anew: that, but for what it started from; when it ends, and how it is tested.
-CHANGEABLE = INCIDENTAL - {"start_from"} | {"outer_steps", "patience", "test_inner_steps"}
+# What a run may be given anew: that, but for what it started from, and how it is tested; under way also when it ends.
+CHANGEABLE_ONCE_TRAINED = INCIDENTAL - {"start_from"} | {"test_inner_steps"}
+CHANGEABLE = CHANGEABLE_ONCE_TRAINED | {"outer_steps", "patience"}
 
 
 @dataclass(frozen=True)

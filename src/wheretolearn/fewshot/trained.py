@@ -16,11 +16,12 @@ from wheretolearn.engine.choose import make_evaluator
 from wheretolearn.engine.task import Task
 from wheretolearn.engine.task import accuracy as accuracy_of
 from wheretolearn.errors import DataError, UserError
-from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.config import CHANGEABLE_ONCE_TRAINED, FewShotConfig
 from wheretolearn.fewshot.learner import new_learner
 from wheretolearn.fewshot.tasks import TaskSource, split_of
 from wheretolearn.masks import GradientMask
 from wheretolearn.masks import load as load_mask
+from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import confidence_interval
 from wheretolearn.storage import check_shapes, load_weights, write_json
@@ -55,14 +56,18 @@ class Evaluation:
 def load_trained(run: RunFolder, device: str = "cpu") -> tuple[FewShotConfig, nn.Module, GradientMask]:
     """The best model of a finished run, and its mask."""
     config = from_dict(FewShotConfig, run.config, where=str(run.path))
-    _check_finished(run)
+    _check(run)
     learner = new_learner(config, trained_image_shape(run), run.seed, device)
     return config, learner.model, _load_into(learner.model, run.path)
 
 
-def _check_finished(run: RunFolder) -> None:
+def _check(run: RunFolder) -> None:
+    """A run must be finished, and its run.json must have the settings that its model was trained with."""
     if not (run.path / "model.safetensors").exists():
         raise UserError(f"{run.path} is not finished: go on with `wheretolearn resume {run.path}`")
+    _, about = load_weights(run.path / "model.safetensors")
+    identity = json.loads(about.get("identity", "{}"))  # early versions did not store it
+    checkpoint.check_identity(run, identity, FewShotConfig, CHANGEABLE_ONCE_TRAINED, what="model")
 
 
 def _load_into(model: nn.Module, folder: Path) -> GradientMask:
@@ -112,7 +117,7 @@ def held_out_splits(run: RunFolder, data: str | None = None) -> list[str]:
 def planned(run: RunFolder, data: str, split: str, steps: int | None = None, ensemble: bool = False) -> Evaluation:
     """What `evaluate_run` would measure, with nothing measured yet; what it cannot measure fails here at once."""
     config = from_dict(FewShotConfig, run.config, where=str(run.path))
-    _check_finished(run)
+    _check(run)
     steps = _inner_steps(run, config, steps)
     models = len(_measured_folders(run, ensemble))
     TaskSource(_measured_split(run, data, split), config.episode, run.seed, "test")

@@ -158,6 +158,7 @@ class _Member:
                 "step": str(snapshot.step),
                 "validation_accuracy": str(snapshot.accuracy),
                 "image_shape": json.dumps(self.image_shape),
+                "identity": json.dumps(checkpoint.identity(self.run)),
             }
             save_weights(folder / "model.safetensors", snapshot.model, about)
 

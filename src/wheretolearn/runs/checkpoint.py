@@ -107,27 +107,29 @@ def identity(run: RunFolder) -> dict[str, Any]:
     return {"seed": run.seed, "settings": run.config}
 
 
-def check_identity(run: RunFolder, state: Mapping[str, Any], settings: type[Any], incidental: Set[str]) -> None:
-    """Refuse a checkpoint that was saved with another seed or settings than run.json has now.
+def check_identity(
+    run: RunFolder, state: Mapping[str, Any], settings: type[Any], incidental: Set[str], what: str = "checkpoint"
+) -> None:
+    """Refuse a checkpoint, or whatever else, that was saved with another seed or settings than run.json has now.
 
     Settings that are ``incidental`` may differ, and so may those without effect. Early versions kept neither.
     """
     if "settings" not in state:
         return
     now = from_dict(settings, run.config, where=str(run.path))
-    before = from_dict(settings, state["settings"], where=f"the checkpoint of {run.path}")
+    before = from_dict(settings, state["settings"], where=f"the {what} of {run.path}")
     found = [text for name, text in differences(now, before).items() if name not in incidental]
     if state["seed"] != run.seed:
         found.insert(0, f"seed={state['seed']}")
     if found:
-        raise mismatch(run, found)
+        raise mismatch(run, found, what)
 
 
-def mismatch(run: RunFolder, saved_with: Sequence[str] = ()) -> MismatchError:
+def mismatch(run: RunFolder, saved_with: Sequence[str] = (), what: str = "checkpoint") -> MismatchError:
     """For a checkpoint of another run; ``saved_with`` names what differs, as NAME=VALUE."""
     told = f" (it was saved with {', '.join(saved_with)})" if saved_with else ""
     return MismatchError(
-        f"{run.path}: its checkpoint belongs to other settings than run.json has{told}; "
+        f"{run.path}: its {what} belongs to other settings than run.json has{told}; "
         "put run.json back as it was, or start anew in another folder"
     )
 
