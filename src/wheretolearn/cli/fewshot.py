@@ -184,7 +184,7 @@ def evaluate(
             check_seeds(alike)
         plan = {run: _plan(run, _preset(run, preset_name), data, splits, steps, ensemble) for run in runs}
         if record is not None:  # what cannot be recorded fails before it takes time
-            check_savable(result_records(plan, preset_name), record, INCIDENTAL)
+            check_savable(result_records(plan, preset_name), record, INCIDENTAL, FewShotConfig)
         evaluations: dict[RunFolder, list[Evaluation]] = {}
         all_kept = True  # a full disk takes away no measurement
         labels = labels_of(runs)
@@ -216,7 +216,7 @@ def evaluate(
                 typer.echo(before + _sparsity(run))
         _print_over_seeds(evaluations)
         if record is not None:
-            for path in save_records(result_records(evaluations, preset_name), record, INCIDENTAL):
+            for path in save_records(result_records(evaluations, preset_name), record, INCIDENTAL, FewShotConfig):
                 typer.echo(f"recorded {path}")
         if not all_kept:
             raise typer.Exit(UserError.exit_code)

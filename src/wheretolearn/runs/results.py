@@ -150,8 +150,8 @@ def check_savable(
 ) -> None:
     """Refuse a folder that cannot be written to, or whose records hold seeds or other settings that would be lost.
 
-    Settings that are ``incidental`` may differ, and so may those that came or went between two versions, or that the
-    config, of the type ``settings``, calls unused.
+    Settings that are ``incidental`` may differ, and so may those that the config, of the type ``settings``, calls
+    unused. One that a record lacks, as it came with a later version, counts as its default.
     """
     parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -161,8 +161,8 @@ def check_savable(
         older = present.get((record.name, record.metric))
         if older is None:
             continue
-        there, here = older.config, record.config
-        unused = _unused(there, settings) & _unused(here, settings)
+        (there, unused_there), (here, unused_here) = (_complete(own.config, settings) for own in (older, record))
+        unused = unused_there & unused_here
         changed = [
             f"{name}={toml_text(there[name])} there, {toml_text(here[name])} here"
             for name in here
@@ -189,16 +189,15 @@ def save_records(
     return [save(record, folder) for record in records]
 
 
-def _unused(config: Mapping[str, Any], settings: type[Any] | None) -> frozenset[str]:
-    """The settings that have no effect in a config; none where it is of another version, and so cannot tell."""
+def _complete(config: Mapping[str, Any], settings: type[Any] | None) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """All settings, and which have no effect; where a config is of another version, and so cannot tell, what it has."""
     if settings is None:
-        return frozenset()
+        return config, frozenset()
     try:
         own = from_dict(settings, config, where="a record")
     except ConfigError:
-        return frozenset()
-    unused: frozenset[str] = getattr(own, "unused", frozenset())
-    return unused
+        return config, frozenset()
+    return to_dict(own), getattr(own, "unused", frozenset())
 
 
 def check_seeds(runs: Sequence[RunFolder]) -> None:
