@@ -35,6 +35,6 @@ def test_a_setting_that_an_older_record_lacks_counts_as_its_default(tmp_path):
 
     save(older=True)
     for adapt in ("head", ("block4.*", "head.*")):
-        with pytest.raises(UserError, match='with other settings: adapt="all" there, .* here'):
+        with pytest.raises(UserError, match=r'with other settings: adapt="all" there, .* here'):
             save(adapt=adapt)
     assert save()
