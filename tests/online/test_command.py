@@ -183,6 +183,10 @@ def test_mistakes_are_told_in_a_line_or_two_and_leave_nothing_behind(tmp_path, r
         ({"presets": ["table5.sgd.many"]}, "use `wheretolearn continual`"),
         ({"overrides": ['sources=[{data="mnist"}]']}, "image set 'mnist' is not in"),
         ({"overrides": ["adapt=block5.*"]}, r"no trainable parameter matches 'block5\.\*'; there are"),
+        (
+            {"overrides": ["learner=online-adam", "pretrain=true", "adapt=block5.*"]},
+            r"pre-training: no trainable parameter matches 'block5\.\*'; there are",
+        ),
         ({"overrides": ["pretrain=true", "pretrain_classes=900"]}, "but source letters has"),
         (
             {"overrides": ["pretrain=true", "pretrain_queries=500"]},

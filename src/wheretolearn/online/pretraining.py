@@ -22,6 +22,7 @@ from wheretolearn.data import image_set
 from wheretolearn.data.image_set import ImageSet, ImageSplit, data_root
 from wheretolearn.errors import DataError, Stopped, UserError
 from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.learner import new_learner
 from wheretolearn.fewshot.tasks import check_images
 from wheretolearn.fewshot.training import finished, train
 from wheretolearn.online.config import OnlineConfig
@@ -70,12 +71,17 @@ def is_cached(folder: Path) -> bool:
 
 
 def check_tasks(config: OnlineConfig) -> None:
-    """Fail now, before anything is written, where the first source cannot give the tasks of pre-training."""
+    """Fail now, before anything is written, where pre-training cannot have its tasks, or what it is to adapt."""
     splits = class_splits(config)
+    settings = few_shot_settings(config, splits)
     try:
-        check_images(few_shot_settings(config, splits), ImageSet("pre-training", splits, {}))
+        check_images(settings, ImageSet("pre-training", splits, {}))
     except DataError as error:
         raise DataError(f"pre-training with pretrain_queries={config.pretrain_queries}: {error}") from error
+    try:
+        new_learner(settings, splits["train"].images.shape[1:], config.pretrain_seed)
+    except UserError as error:
+        raise type(error)(f"pre-training: {error}") from error
 
 
 def few_shot_settings(config: OnlineConfig, splits: Mapping[str, ImageSplit]) -> FewShotConfig:
