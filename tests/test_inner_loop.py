@@ -564,26 +564,31 @@ def test_a_shared_buffer_is_changed_under_all_its_names_or_not_at_all():
 
 
 class LazyParts(nn.Linear):
-    """Makes a part of a kind in its first pass."""
+    """Makes a part of a kind in its first pass, where a plain None may have kept its place."""
 
-    def __init__(self, part):
+    def __init__(self, part, announced):
         super().__init__(4, 4)
         self.part = part
+        if announced:
+            self.made = None
 
     def forward(self, x):
-        if self.part == "buffer" and not hasattr(self, "made"):
-            self.register_buffer("made", x.mean(0))
-        if self.part == "parameter" and not hasattr(self, "made"):
-            self.made = nn.Parameter(x.mean(0))
-        if self.part == "module" and not hasattr(self, "made"):
-            self.made = nn.BatchNorm1d(4, affine=False)
+        if getattr(self, "made", None) is None:
+            if self.part == "buffer":
+                vars(self).pop("made", None)  # which register_buffer refuses to replace
+                self.register_buffer("made", x.mean(0))
+            elif self.part == "parameter":
+                self.made = nn.Parameter(x.mean(0))
+            else:
+                self.made = nn.BatchNorm1d(4, affine=False)
         return super().forward(x)
 
 
+@pytest.mark.parametrize("announced", [True, False])
 @pytest.mark.parametrize("part", ["buffer", "parameter", "module"])
 @pytest.mark.parametrize("wrong", ["the part", "no scalar", "an exception"])
-def test_a_pass_that_is_refused_for_any_reason_leaves_nothing_in_the_model(part, wrong):
-    model, x, y = LazyParts(part), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+def test_a_pass_that_is_refused_for_any_reason_leaves_nothing_in_the_model(part, wrong, announced):
+    model, x, y = LazyParts(part, announced), torch.randn(6, 4), torch.tensor([0, 1] * 3)
 
     def loss(net):
         values = F.cross_entropy(net(x), y, reduction="none" if wrong == "no scalar" else "mean")
@@ -596,6 +601,64 @@ def test_a_pass_that_is_refused_for_any_reason_leaves_nothing_in_the_model(part,
             adapt(model, masks.fixed(model), loss, steps=2, inner_lr=0.1)
         assert list(model.state_dict()) == ["weight", "bias"]
         assert list(model.children()) == []
+        assert getattr(model, "made", "gone") == (None if announced else "gone")
+    model(x)  # as the error says
+    adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=0.1)
+
+
+@pytest.mark.parametrize("change", ["dropped", "replaced"])
+def test_a_pass_cannot_drop_or_replace_a_part(change):
+    class Changing(nn.Sequential):
+        def forward(self, x):
+            out = super().forward(x)
+            if change == "dropped":
+                del self[0]
+            else:
+                self[0] = nn.Linear(4, 3)
+            return out
+
+    model, x, y = Changing(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    before = dict(model.named_parameters())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"dropped or replaced 0\.weight"):
+            adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=0.1)
+        after = dict(model.named_parameters())
+        assert after.keys() == before.keys()
+        assert all(after[name] is before[name] for name in before)
+
+
+def test_a_buffer_deleted_in_a_refused_pass_stays_out_of_the_state():
+    class Deleting(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+        def forward(self, x):
+            del self.seen
+            return super().forward(x)
+
+    model, x, y = Deleting(), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    with pytest.raises(ConfigError, match="deleted it"):
+        adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=0.1)
+    assert list(model.state_dict()) == ["weight", "bias"]
+
+
+def test_an_adapted_network_says_so_where_the_model_has_lost_a_buffer():
+    model, x, y = nn.Linear(4, 2), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    model.register_buffer("seen", torch.zeros(()))
+    adapted = adapt(model, masks.fixed(model), lambda net: F.cross_entropy(net(x), y), steps=1, inner_lr=0.1)
+    del model.seen
+    with pytest.raises(MismatchError, match="no buffer seen any more"):
+        adapted.evaluate(lambda net: net(x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_scripted_part_adapts():
+    model, x, y = nn.Sequential(torch.jit.script(nn.Linear(4, 3)), nn.Linear(3, 2)), torch.randn(6, 4), torch.ones(6)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        adapt(model, masks.fixed(model), lambda net: F.mse_loss(net(x)[:, 0], y), steps=2, inner_lr=0.1)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), before, strict=True))
 
 
 def test_a_buffer_assigned_anew_may_take_another_type():

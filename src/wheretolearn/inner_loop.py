@@ -275,27 +275,29 @@ def run_with(
     model: nn.Module, parameters: Mapping[str, Tensor], buffers: dict[str, Tensor], function: Callable[[nn.Module], T]
 ) -> T:
     """``function(model)`` with these tensors in place of the model's own. ``buffers`` follows what the pass changes."""
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = _tensors_by_name(model)
     replacement = {
         id(tensor): (parameters if name in parameters else buffers)[name]
-        for name, tensor in named
+        for name, tensor in named.items()
         if name in parameters or name in buffers
     }
     # Each place of a tied tensor is named, and each shared module once: torch's own handling of ties leaves the
     # replacements behind in a module that is used twice.
     tensors: dict[str, Tensor] = {}
     places: dict[str, list[str]] = {}  # of each parameter and buffer
-    name_of = {id(tensor): name for name, tensor in named}
+    name_of = {id(tensor): name for name, tensor in named.items()}
     for prefix, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and id(tensor) in replacement:
                 place = ".".join(filter(None, ("model", prefix, name)))
                 tensors[place] = replacement[id(tensor)]
                 places.setdefault(name_of[id(tensor)], []).append(place)
+    if gone := [name for name in buffers if name not in places]:
+        raise MismatchError(f"the model has no buffer {gone[0]} any more: adapt it anew, as it is now")
     with _leaving_as_it_was(model):
         result: T = functional_call(_Host(model), tensors, (function,), tie_weights=False)
-        known = {name for name, _ in named}
-        if made := [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name not in known]:
+        now = _tensors_by_name(model)
+        if made := [name for name in now if name not in named]:
             raise ConfigError(
                 f"the model made {made[0]} in a pass on one task, and the next task would find it: "
                 "run the model once on an example before it is adapted, so that all its parts are there"
@@ -313,20 +315,36 @@ def run_with(
                     "kept theirs: change it in place, or give each name a buffer of its own"
                 )
             buffers[name] = tensors[places[name][0]].detach()
+        if lost := [name for name, tensor in named.items() if now.get(name) is not tensor]:
+            raise ConfigError(
+                f"the model dropped or replaced {lost[0]}, or the module that it is in, in a pass on one task, and the "
+                "next would not find it: keep all modules, and choose among them in forward"
+            )
     return result
+
+
+def _tensors_by_name(model: nn.Module) -> Tensors:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @contextmanager
 def _leaving_as_it_was(model: nn.Module) -> Iterator[None]:
     """After an error a model has the modules, parameters and buffers that it had before."""
-    before = [(m, dict(m._modules), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    registers = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+    before = [
+        (vars(module), dict(vars(module)), {name: copy.copy(getattr(module, name)) for name in registers})
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # which nothing can be added to
+    ]
     try:
         yield
     except BaseException:
-        for module, modules, parameters, buffers in before:
-            module._modules, module._parameters, module._buffers = modules, parameters, buffers
-            for name in (*parameters, *buffers):  # torch gives what was deleted back as a plain attribute
-                vars(module).pop(name, None)
+        for now, attributes, registered in before:
+            for names in registered.values():
+                for name in names:  # torch gives what was deleted back as a plain attribute
+                    now.pop(name, None)
+            # A part takes the place of a plain attribute of its name, such as None.
+            now.update({name: value for name, value in attributes.items() if name not in now} | registered)
         raise
 
 
