@@ -210,7 +210,7 @@ def test_a_checkpoint_of_other_settings_or_another_seed_is_refused(stopped, chan
 def test_a_run_cannot_end_before_the_step_it_has_reached(stopped):
     before = {file: file.read_bytes() for file in (stopped.path / "checkpoints").iterdir()}
     change(stopped, outer_steps=1)
-    with RunFolder.open(stopped.path) as run, pytest.raises(ConfigError, match=r"has taken 2 outer steps .*too few"):
+    with RunFolder.open(stopped.path) as run, pytest.raises(ConfigError, match=r"taken 2 outer steps .*too few"):
         train(run)
     assert {file: file.read_bytes() for file in (stopped.path / "checkpoints").iterdir()} == before
     change(stopped, outer_steps=2)
@@ -226,9 +226,19 @@ def test_a_run_under_way_can_be_told_to_keep_fewer_of_the_best(new_run):
     with new_run(validate_every=1, keep_best=3) as run, pytest.raises(Stopped):
         train(run, interrupt)
     assert len(final_state(run)["best"]) == 3
-    change(run, keep_best=1)
+    change(run, keep_best=2)
     with RunFolder.open(run.path) as run:
-        assert len(train(run).best) == 1
+        assert len(train(run).best) == len(best_folders(run)) == 2
+
+
+def test_models_of_an_earlier_end_do_not_stay_among_the_best(new_run):
+    with new_run(validate_every=1, keep_best=3) as run:
+        assert len(train(run).best) == len(best_folders(run)) == 3
+    (run.path / "model.safetensors").unlink()
+    change(run, keep_best=1, outer_steps=run.config["outer_steps"] + 1)
+    with RunFolder.open(run.path) as run:
+        train(run)
+        assert best_folders(run) == [run.path]
 
 
 def test_a_run_under_way_can_be_told_to_go_on_for_longer(stopped):

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -146,6 +147,9 @@ class _Member:
     def finish(self) -> None:
         """Leave the best models as files, the very best last, and in the learner."""
         best = self.learner.best
+        for folder in (self.run.path / "best").glob("*"):  # of an earlier end, when more were kept
+            if folder.name.isdigit() and int(folder.name) > len(best):
+                shutil.rmtree(folder)
         for place, snapshot in reversed(list(enumerate(best, start=1))):
             folder = self.run.path if place == 1 else self.run.path / "best" / str(place)
             try:
@@ -272,7 +276,7 @@ class _Sitting:
             checkpoint.check_identity(run, saved.state, FewShotConfig, CHANGEABLE)
             if saved.step > config.outer_steps:
                 raise ConfigError(
-                    f"{run.path} has taken {saved.step} outer steps already: outer_steps={config.outer_steps} "
+                    f"{run.path}: it has taken {saved.step} outer steps already, and outer_steps={config.outer_steps} "
                     "in its run.json is too few"
                 )
             learner.restore(saved.step, saved.state, str(run.path))

@@ -71,5 +71,6 @@ def without_batch_norm(model: nn.Module, select: Select = "all") -> tuple[str, .
     norm = batch_norm.parameter_names(model)
     chosen = tuple(name for name in selected_names(model, select) if name not in norm)
     if not chosen:
-        raise ConfigError(f"{select!r} selects only batch-norm parameters, and these are to stay as they are")
+        selected = select if isinstance(select, str) else ", ".join(select)
+        raise ConfigError(f"{selected} selects only batch-norm parameters, and these are to stay as they are")
     return chosen
