@@ -21,10 +21,11 @@ from wheretolearn import cli
 from wheretolearn.cli import fewshot
 from wheretolearn.cli.common import check_open_files
 from wheretolearn.data import glyphs
-from wheretolearn.errors import UserError
+from wheretolearn.errors import Stopped, UserError
 from wheretolearn.runs import checkpoint, environment, workers
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import load_all
+from wheretolearn.runs.shortages import shortages_told
 from wheretolearn.storage import load_weights
 from wheretolearn.version import __version__
 
@@ -583,6 +584,20 @@ def test_files_that_run_out_all_the_same_are_told_in_one_line(tmp_path, monkeypa
         cli.main()
     result = subprocess.CompletedProcess(sys.argv, ended.value.code, *capsys.readouterr())
     assert_message(result, "error: too many files are open at once", "fewer runs or workers", "ulimit -n")
+
+
+@pytest.mark.parametrize("kind", [UserError, Stopped])
+def test_an_error_that_names_a_lack_of_files_says_what_to_do(kind):
+    with (
+        pytest.raises(kind) as told,
+        shortages_told(),
+        shortages_told(),
+    ):  # a worker tells its parent, which tells it on
+        raise kind("cannot write to runs/seed2: Too many open files")
+    first, second = str(told.value).splitlines()
+    assert first == "cannot write to runs/seed2: Too many open files"
+    assert "fewer runs or workers" in second
+    assert "ulimit -n" in second
 
 
 def memory_is_counted():

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,10 +19,11 @@ from typer.testing import CliRunner
 
 from wheretolearn.cli import app
 from wheretolearn.cli.reproduce import _watching
+from wheretolearn.config import to_dict
 from wheretolearn.errors import Stopped, UserError
 from wheretolearn.reproduce.cells import all_cells, cells_named, load_records
 from wheretolearn.reproduce.plan import make_plan
-from wheretolearn.reproduce.run import AT_WORK
+from wheretolearn.reproduce.run import AT_WORK, runs_at_once
 from wheretolearn.runs.folder import RunFolder
 
 pytestmark = pytest.mark.xdist_group("glyphs")  # drawn once, by whichever process runs these
@@ -204,6 +206,60 @@ def test_mistakes_start_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert isinstance(done.exception, UserError)
         assert complaint in str(done.exception)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        (
+            ["sgd.rotations", "er.rotations"],
+            [],
+            10 * 2 + 2 * 3 + 2 + 32,
+        ),  # two runs' files, three a worker, a lock each
+        (["sgd.rotations", "er.rotations"], ["--tensorboard"], 10 * 3 + 2 * 3 + 2 + 32),
+        (["sgd.rotations"], ["--workers", "9"], 5 * 2 + 5 * 3 + 1 + 32),
+    ],
+)
+def test_as_many_files_may_be_open_as_the_plan_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Sequence[str], options: Sequence[str], expected: int
+) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (48, 5000))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    monkeypatch.setattr("wheretolearn.cli.reproduce.carry_out", lambda *_, **__: None)
+    monkeypatch.setattr("wheretolearn.cli.common.check_installed", lambda: None)
+    named = [f"table5.{row}" for row in rows]
+    done = call(tmp_path, monkeypatch, *named, *QUICK[1:], "--seeds", "5", *options)
+    assert done.exit_code == 0, done.output
+    assert raised == [(expected, 5000)]
+
+
+def test_runs_of_several_batches_are_not_open_at_once(tmp_path: Path) -> None:
+    """On a GPU few-shot learning goes through six runs at a time; on a CPU all runs of a protocol are held."""
+    plan = make_plan(cells_named(["table1"], scale="quick"), (), lambda _: 2, "quick", tmp_path)
+    assert len(plan.trainings) > 3
+    assert runs_at_once(plan, "cuda") <= 6
+    first = [own for own in plan.trainings if own.start is None]
+    assert runs_at_once(plan, "cpu") == 2 * max(len(first), len(plan.trainings) - len(first))
+
+
+def test_more_runs_than_files_can_be_open_leave_none_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (48, 48))
+    done = call(tmp_path, monkeypatch, *SMALL, "--seeds", "5")
+    assert isinstance(done.exception, UserError)
+    assert "10 runs keep up to 60 files open at once, and this machine allows 48" in str(done.exception)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_begun_runs_with_event_files_count_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own,) = make_plan(
+        cells_named(["table5.sgd.rotations"], scale="quick"), (), lambda _: 1, "quick", tmp_path / "runs"
+    ).trainings
+    with RunFolder.create(own.place(0), to_dict(own.config(0)), 0, "continual", tensorboard=True):
+        pass
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (30, 30))
+    arguments = [own.preset.name, *QUICK[1:], "--seeds", "1", "--runs", "runs"]
+    assert "1 runs keep up to 36 files open" in str(call(tmp_path, monkeypatch, *arguments).exception)
 
 
 def test_another_run_in_the_way_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,8 +126,8 @@ def _number(value: float, std: float | None) -> str:
     return f"{value:.2f}" + ("" if std is None else f" ± {std:.2f}")
 
 
-def check_open_files(runs: int, device: str, workers: int | None, tensorboard: bool) -> None:
-    """Allow this process the files of so many runs, or refuse them: some would be begun, and none trained.
+def check_open_files(runs: int, device: str, workers: int | None, tensorboard: bool, others: int = 0) -> None:
+    """Allow this process the files of so many runs, and others, or refuse them: some would be begun, and none trained.
 
     Workers inherit the limit, and one of them may have all the runs.
     """
@@ -135,7 +135,7 @@ def check_open_files(runs: int, device: str, workers: int | None, tensorboard: b
         return
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = min(runs, workers or environment.cores()) if device == "cpu" and runs > 1 else 0
-    needed = runs * (FILES_PER_RUN + tensorboard) + processes * FILES_PER_WORKER + SPARE_FILES
+    needed = runs * (FILES_PER_RUN + tensorboard) + processes * FILES_PER_WORKER + others + SPARE_FILES
     if limit == resource.RLIM_INFINITY or needed <= limit:
         return
     try:

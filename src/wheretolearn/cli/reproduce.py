@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from wheretolearn.cli.common import Device, TensorBoard, Workers, chosen_device, set_threads
+from wheretolearn.cli.common import Device, TensorBoard, Workers, check_open_files, chosen_device, set_threads
 from wheretolearn.cli.progress import announce_stop, latest_values, progress_bar
 from wheretolearn.data import glyphs
 from wheretolearn.data.load import load_set
@@ -22,7 +22,7 @@ from wheretolearn.presets import Preset, Scale, scale_named
 from wheretolearn.reproduce.cells import Cell, Found, cells_named, default_seeds, load_records, look_up
 from wheretolearn.reproduce.markdown import page
 from wheretolearn.reproduce.plan import Plan, Training, check_data, check_records, check_runs, estimate, make_plan
-from wheretolearn.reproduce.run import Watch, carry_out
+from wheretolearn.reproduce.run import Watch, carry_out, runs_at_once
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import ResultRecord, duration
@@ -112,6 +112,7 @@ def reproduce(
         check_data(plan)
         check_runs(plan)
         check_records(plan, records, folder)
+        _check_open_files(plan, device, at_once, tensorboard)
         with progress_bar("drawing the glyphs set (once)") as tick:
             if any(glyphs.NAME in training.image_sets for training in plan.trainings):
                 load_set(glyphs.NAME, tick)
@@ -133,6 +134,13 @@ def _precision_named(name: str, device: str) -> Precision:
     if device == "cpu":
         raise ConfigError(f"--precision {name} is for a GPU: leave it out on a CPU, which computes in float32")
     return known[name]
+
+
+def _check_open_files(plan: Plan, device: str, workers: int, tensorboard: bool) -> None:
+    begun = [own.place(seed) for own in plan.trainings for seed, state in own.states().items() if state == "begun"]
+    event_files = tensorboard or any(RunFolder.open(place).tensorboard for place in begun)
+    claims = len(plan.trainings)  # a lock for each
+    check_open_files(runs_at_once(plan, device), device, workers, event_files, others=claims)
 
 
 def _write_page(path: Path, folder: Path, scale: Scale, names: Sequence[str]) -> None:

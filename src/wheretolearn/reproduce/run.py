@@ -1,7 +1,7 @@
 """Carry out a plan: train what is missing, measure it, record it. Killed at any moment, the next try goes on."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -69,23 +69,41 @@ def _claim(training: Training) -> RunFolder:
     return claim
 
 
-def _carry_out(plan: Plan, work: "_Work") -> None:
-    work.record_finished(plan.trainings)
-    for stage in (False, True):  # first what others start from
+def runs_at_once(plan: Plan, device: str) -> int:
+    """The most runs that are open at the same time while the plan is carried out."""
+    return max(
+        (
+            sum(state != "finished" for own in batch for state in own.states().values())
+            for batch in _batches(plan, device)
+        ),
+        default=0,
+    )
+
+
+def _batches(plan: Plan, device: str) -> Iterator[Sequence[Training]]:
+    """Trainings that go to their ends together, in the order in which they do: first what others start from."""
+    for stage in (False, True):
         for name in PROTOCOLS:
             chosen = [own for own in plan.trainings if own.preset.protocol == name and (own.start is not None) == stage]
-            for batch in batches(name, chosen, work.device):
-                if all(own.finished for own in batch):
-                    continue
-                try:
-                    work.train(batch)
-                except Stopped:
-                    work.stopping = True
-                except UserError as error:
-                    work.errors.append(error)
-                if work.stopping and (name == "fewshot" or not all(own.finished for own in plan.trainings)):
-                    raise Stopped("\n".join(["stopped and saved; the same command goes on", *map(str, work.errors)]))
-                work.record_finished(batch)
+            if chosen:
+                yield from batches(name, chosen, device)
+
+
+def _carry_out(plan: Plan, work: "_Work") -> None:
+    work.record_finished(plan.trainings)
+    for batch in _batches(plan, work.device):
+        if all(own.finished for own in batch):
+            continue
+        try:
+            work.train(batch)
+        except Stopped:
+            work.stopping = True
+        except UserError as error:
+            work.errors.append(error)
+        fewshot = batch[0].preset.protocol == "fewshot"
+        if work.stopping and (fewshot or not all(own.finished for own in plan.trainings)):
+            raise Stopped("\n".join(["stopped and saved; the same command goes on", *map(str, work.errors)]))
+        work.record_finished(batch)
     if work.errors:
         raise type(work.errors[0])("\n".join(map(str, work.errors)))
 

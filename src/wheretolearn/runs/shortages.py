@@ -13,6 +13,11 @@ _SIGNS = (
     *("can't allocate memory", "Cannot allocate memory", "DefaultCPUAllocator: not enough memory"),
     *("CUDA error: out of memory", "Storage size calculation overflowed"),
 )
+_TOO_MANY_FILES = "Too many open files"
+_FEWER_FILES = (
+    "too many files are open at once: start or resume fewer runs or workers at a time, or have the limit raised "
+    "(`ulimit -n`)"
+)
 
 
 @contextmanager
@@ -20,13 +25,14 @@ def shortages_told() -> Iterator[None]:
     """What takes more memory or open files than there are ends in a UserError."""
     try:
         yield
+    except UserError as error:  # made of an error of the system, of which it has the name only
+        if _TOO_MANY_FILES not in str(error) or _FEWER_FILES in str(error):
+            raise
+        raise type(error)(f"{error}\n{_FEWER_FILES}") from error
     except (MemoryError, RuntimeError, OSError) as error:
         text = str(error)
-        if "Too many open files" in text:
-            raise UserError(
-                "too many files are open at once: start or resume fewer runs or workers at a time, or have the limit "
-                "raised (`ulimit -n`)"
-            ) from error
+        if _TOO_MANY_FILES in text:
+            raise UserError(_FEWER_FILES) from error
         told = any(sign in text for sign in _SIGNS)
         if not told and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise
