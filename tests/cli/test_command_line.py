@@ -588,11 +588,8 @@ def test_files_that_run_out_all_the_same_are_told_in_one_line(tmp_path, monkeypa
 
 @pytest.mark.parametrize("kind", [UserError, Stopped])
 def test_an_error_that_names_a_lack_of_files_says_what_to_do(kind):
-    with (
-        pytest.raises(kind) as told,
-        shortages_told(),
-        shortages_told(),
-    ):  # a worker tells its parent, which tells it on
+    """Once, also where a worker tells its parent, which tells it on."""
+    with pytest.raises(kind) as told, shortages_told(), shortages_told():
         raise kind("cannot write to runs/seed2: Too many open files")
     first, second = str(told.value).splitlines()
     assert first == "cannot write to runs/seed2: Too many open files"
