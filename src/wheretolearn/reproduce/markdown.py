@@ -87,7 +87,8 @@ REMARKS = {
     "inner loop; nor did shorter ones on seed 100: the published settings of p = 0.98, restarting with the batch "
     "after a switch as the published code does, Omniglot with its ink dark. The best of them, 32 inner steps of "
     "0.1, gave 93.4 instead of 93.3 (p = 0.98) and 85.5 instead of 85.3 (0.9), means of the two seeds over 10,000 "
-    "steps; where the upper two blocks and the head alone may adapt it is 93.3 and 85.6. MetaBGD for p = 0.98 has a bound on the gradient of each sample, which is not published: without it seed 0 "
+    "steps; where the upper two blocks and the head alone may adapt it is 93.3 and 85.6. "
+    "MetaBGD for p = 0.98 has a bound on the gradient of each sample, which is not published: without it seed 0 "
     "diverged.",
     "tableS9": "rows with five seeds (c-maml.p98, c-maml-fixed.p90) have two streams more than those with three, and "
     "for p = 0.98 these are harder: on seeds 0 to 2 C-MAML is at 93.0, level with C-MAML-fixed.",
