@@ -275,52 +275,53 @@ def run_with(
     model: nn.Module, parameters: Mapping[str, Tensor], buffers: dict[str, Tensor], function: Callable[[nn.Module], T]
 ) -> T:
     """``function(model)`` with these tensors in place of the model's own. ``buffers`` follows what the pass changes."""
-    named = _tensors_by_name(model)
-    replacement = {
-        id(tensor): (parameters if name in parameters else buffers)[name]
-        for name, tensor in named.items()
-        if name in parameters or name in buffers
-    }
+    before = _tensors_by_name(model)
+    given = {**buffers, **parameters}
+    name_of = {id(tensor): name for name, tensor in before.items() if name in given}
     # Each place of a tied tensor is named, and each shared module once: torch's own handling of ties leaves the
     # replacements behind in a module that is used twice.
     tensors: dict[str, Tensor] = {}
     places: dict[str, list[str]] = {}  # of each parameter and buffer
-    name_of = {id(tensor): name for name, tensor in named.items()}
     for prefix, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and id(tensor) in replacement:
-                place = ".".join(filter(None, ("model", prefix, name)))
-                tensors[place] = replacement[id(tensor)]
-                places.setdefault(name_of[id(tensor)], []).append(place)
+        for own_name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if (name := name_of.get(id(tensor))) is not None:
+                place = ".".join(filter(None, ("model", prefix, own_name)))
+                tensors[place] = given[name]
+                places.setdefault(name, []).append(place)
     if gone := [name for name in buffers if name not in places]:
         raise MismatchError(f"the model has no buffer {gone[0]} any more: adapt it anew, as it is now")
     with _leaving_as_it_was(model):
         result: T = functional_call(_Host(model), tensors, (function,), tie_weights=False)
-        now = _tensors_by_name(model)
-        if made := [name for name in now if name not in named]:
+        after = _tensors_by_name(model)
+        if made := [name for name in after if name not in before]:
             raise ConfigError(
                 f"the model made {made[0]} in a pass on one task, and the next task would find it: "
                 "run the model once on an example before it is adapted, so that all its parts are there"
             )
-        for name in buffers:  # a buffer may have been assigned anew rather than changed in place
-            found: list[object] = [tensors[place] for place in places[name]]
-            if not all(isinstance(tensor, Tensor) for tensor in found):
-                raise ConfigError(
-                    f"the model set its buffer {name} to None or deleted it in a pass, and nothing would be left to go "
-                    "on from: keep a tensor in it, an empty one if need be"
-                )
-            if any(tensor is not found[0] for tensor in found):
-                raise ConfigError(
-                    f"the model assigned a tensor to one of the names of its buffer {name} in a pass, and the others "
-                    "kept theirs: change it in place, or give each name a buffer of its own"
-                )
-            buffers[name] = tensors[places[name][0]].detach()
-        if lost := [name for name, tensor in named.items() if now.get(name) is not tensor]:
+        for name in buffers:
+            buffers[name] = _left_in(name, [tensors[place] for place in places[name]])
+        if lost := [name for name, tensor in before.items() if after.get(name) is not tensor]:
             raise ConfigError(
                 f"the model dropped or replaced {lost[0]}, or the module that it is in, in a pass on one task, and the "
                 "next would not find it: keep all modules, and choose among them in forward"
             )
     return result
+
+
+def _left_in(name: str, found: Sequence[object]) -> Tensor:
+    """What a pass left in the places of a buffer, which it may have assigned anew rather than changed in place."""
+    first = found[0]
+    if not isinstance(first, Tensor) or not all(isinstance(tensor, Tensor) for tensor in found):
+        raise ConfigError(
+            f"the model set its buffer {name} to None or deleted it in a pass, and nothing would be left to go "
+            "on from: keep a tensor in it, an empty one if need be"
+        )
+    if any(tensor is not first for tensor in found):
+        raise ConfigError(
+            f"the model assigned a tensor to one of the names of its buffer {name} in a pass, and the others "
+            "kept theirs: change it in place, or give each name a buffer of its own"
+        )
+    return first.detach()
 
 
 def _tensors_by_name(model: nn.Module) -> Tensors:
@@ -339,12 +340,12 @@ def _leaving_as_it_was(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for now, attributes, registered in before:
+        for present, attributes, registered in before:
             for names in registered.values():
                 for name in names:  # torch gives what was deleted back as a plain attribute
-                    now.pop(name, None)
+                    present.pop(name, None)
             # A part takes the place of a plain attribute of its name, such as None.
-            now.update({name: value for name, value in attributes.items() if name not in now} | registered)
+            present.update({name: value for name, value in attributes.items() if name not in present} | registered)
         raise
 
 

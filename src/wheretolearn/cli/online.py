@@ -14,7 +14,7 @@ from wheretolearn.data.load import load_set
 from wheretolearn.errors import UserError
 from wheretolearn.online.config import OnlineConfig
 from wheretolearn.online.learners.make import make_learner
-from wheretolearn.online.pretraining import check_tasks, is_cached
+from wheretolearn.online.pretraining import check_pretraining, is_cached
 from wheretolearn.online.problem import Problem, SourceImages
 from wheretolearn.online.records import ONLINE
 from wheretolearn.online.training import (
@@ -118,7 +118,7 @@ def _check(device: str, config: OnlineConfig, seeds: Sequence[int]) -> None:
     model = config.build_model(images.shape, seeds[0])
     make_learner(config, model, seeds[0], arithmetic_of(config, model.to(device)))
     if config.pretrain:
-        check_tasks(config)
+        check_pretraining(config)
 
 
 def _pretrain(runs: Sequence[RunFolder], device: str) -> dict[RunFolder, UserError]:

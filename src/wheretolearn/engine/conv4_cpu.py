@@ -86,10 +86,11 @@ class Conv4OnCPU:
         weights = dict(job.theta)
         sums = {name: torch.zeros_like(weights[name]) for name in job.rates}
         support = support or Patches(job.task.support_inputs)
+        below = _lowest_block(job.rates) - 1
         still: list[Block] = []
         for _ in range(steps):
             forward = self._forward(weights, support, still)
-            still = forward.blocks[: _lowest_block(job.rates) - 1]
+            still = forward.blocks[:below]
             if logits is not None:
                 logits.append(forward.logits)
             gradients = forward.gradients(job.task.support_labels, job.rates)

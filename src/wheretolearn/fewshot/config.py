@@ -31,7 +31,7 @@ INCIDENTAL = frozenset(
         *("checkpoint_every", "keep_best", "start_from"),
     }
 )
-# What a run may be given anew: that, but for what it started from, and how it is tested; under way also when it ends.
+# What may be changed in run.json after training, and what while a run is under way, which may then end at another step.
 CHANGEABLE_ONCE_TRAINED = INCIDENTAL - {"start_from"} | {"test_inner_steps"}
 CHANGEABLE = CHANGEABLE_ONCE_TRAINED | {"outer_steps", "patience"}
 

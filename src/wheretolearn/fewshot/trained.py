@@ -56,18 +56,18 @@ class Evaluation:
 def load_trained(run: RunFolder, device: str = "cpu") -> tuple[FewShotConfig, nn.Module, GradientMask]:
     """The best model of a finished run, and its mask."""
     config = from_dict(FewShotConfig, run.config, where=str(run.path))
-    _check(run)
     learner = new_learner(config, trained_image_shape(run), run.seed, device)
     return config, learner.model, _load_into(learner.model, run.path)
 
 
-def _check(run: RunFolder) -> None:
-    """A run must be finished, and its run.json must have the settings that its model was trained with."""
+def _about_model(run: RunFolder) -> Mapping[str, str]:
+    """What the file of a finished run's model says of it; run.json must have the settings that it was trained with."""
     if not (run.path / "model.safetensors").exists():
         raise UserError(f"{run.path} is not finished: go on with `wheretolearn resume {run.path}`")
     _, about = load_weights(run.path / "model.safetensors")
     identity = json.loads(about.get("identity", "{}"))  # early versions did not store it
     checkpoint.check_identity(run, identity, FewShotConfig, CHANGEABLE_ONCE_TRAINED, what="model")
+    return about
 
 
 def _load_into(model: nn.Module, folder: Path) -> GradientMask:
@@ -89,7 +89,7 @@ def best_folders(run: RunFolder) -> list[Path]:
 def trained_image_shape(run: RunFolder) -> tuple[int, int, int]:
     """Height, width and channels of the images that a finished run learned from."""
     config = from_dict(FewShotConfig, run.config, where=str(run.path))
-    return _image_shape(config, load_weights(run.path / "model.safetensors")[1])
+    return _image_shape(config, _about_model(run))
 
 
 def _image_shape(config: FewShotConfig, about: Mapping[str, str]) -> tuple[int, int, int]:
@@ -117,7 +117,7 @@ def held_out_splits(run: RunFolder, data: str | None = None) -> list[str]:
 def planned(run: RunFolder, data: str, split: str, steps: int | None = None, ensemble: bool = False) -> Evaluation:
     """What `evaluate_run` would measure, with nothing measured yet; what it cannot measure fails here at once."""
     config = from_dict(FewShotConfig, run.config, where=str(run.path))
-    _check(run)
+    _about_model(run)
     steps = _inner_steps(run, config, steps)
     models = len(_measured_folders(run, ensemble))
     TaskSource(_measured_split(run, data, split), config.episode, run.seed, "test")

@@ -70,7 +70,7 @@ def is_cached(folder: Path) -> bool:
     return (folder / "model.safetensors").exists()
 
 
-def check_tasks(config: OnlineConfig) -> None:
+def check_pretraining(config: OnlineConfig) -> None:
     """Fail now, before anything is written, where pre-training cannot have its tasks, or what it is to adapt."""
     splits = class_splits(config)
     settings = few_shot_settings(config, splits)
