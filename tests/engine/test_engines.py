@@ -19,6 +19,7 @@ from wheretolearn.engine.second_order import SecondOrderArithmetic
 from wheretolearn.engine.task import InnerLoop, Lane, Task
 from wheretolearn.errors import ConfigError, NonFiniteError
 from wheretolearn.fewshot.learner import MixedOptimizer
+from wheretolearn.fewshot.running_mean import RunningMean
 from wheretolearn.ridge_head import ridge_logits, with_ridge_head
 
 GPU = pytest.param(
@@ -247,6 +248,19 @@ def test_graphed_equals_eager_with_clipping_and_nesterov(device):
     settings = {"optimizer": "nesterov", "clip_norm": 0.05}
     one = trained(EagerEngine, "binary", device, torch.float64, **settings)
     assert_same(one, trained(GraphedEngine, "binary", device, torch.float64, **settings), 1e-8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_running_means_are_recorded_with_the_optimizer(device):
+    lanes = [new_lane("binary", device, torch.float64) for _ in range(2)]
+    means = [RunningMean(lane.optimizer, decay=0.6) for lane in lanes]
+    for make, lane in zip((lambda lanes: EagerEngine(lanes), graphed), lanes, strict=True):
+        run(make([lane]), steps=25)  # from the 17th on the decay is what was asked for
+    last = lanes[0].model.head.weight.detach().clone()
+    with means[0].in_place(), means[1].in_place():
+        assert_same(*((lane.model, lane.mask, None, []) for lane in lanes), 1e-8)
+        assert (lanes[0].model.head.weight - last).abs().max() > 1e-3
+    assert torch.equal(lanes[0].model.head.weight, last)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -82,11 +82,15 @@ def test_learning_beats_chance_on_an_easy_problem(new_run, mode, order):
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 4])
-@pytest.mark.parametrize("mask", ["binary", "generated"])
-def test_a_stopped_and_resumed_run_equals_a_straight_one(new_run, stop_at, mask):
-    straight = new_run("straight", mask=mask)
+@pytest.mark.parametrize(
+    "settings",
+    [{"mask": "binary"}, {"mask": "generated"}, {"average_decay": 0.5}],
+    ids=["binary", "generated", "average"],
+)
+def test_a_stopped_and_resumed_run_equals_a_straight_one(new_run, stop_at, settings):
+    straight = new_run("straight", **settings)
     train(straight)
-    stopped = new_run("stopped", mask=mask)
+    stopped = new_run("stopped", **settings)
 
     def interrupt(step, values):
         if step == stop_at:
@@ -127,6 +131,37 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(new_run):
     assert_equal(final_state(one), final_state(two))
     weights = [final_state(run)["model"]["block1.conv.weight"] for run in (one, other)]
     assert not torch.equal(*weights)
+
+
+@pytest.mark.parametrize("settings", [{}, {"mask": "generated", "mask_optimizer": "nesterov"}, {"learn_theta": False}])
+def test_running_means_are_validated_and_kept_and_training_goes_on_without_them(new_run, stripes, settings):
+    settings = {**settings, "outer_steps": 25, "validate_every": 25, "checkpoint_every": 1, "log_every": 1}
+    plain, averaged = new_run("plain", **settings), new_run("averaged", average_decay=0.6, **settings)
+    states = []
+
+    def keep(step, values):
+        if step > 1:  # the checkpoint of the step before
+            states.append(final_state(plain))
+
+    train(plain, keep)
+    states.append(final_state(plain))
+    learner = train(averaged)
+    assert len(states) == 25
+    for part in ("model", "mask"):
+        assert_equal(final_state(averaged)[part], states[-1][part])
+        for name, kept in getattr(learner.best[0], part).items():
+            mean = torch.zeros(kept.shape)
+            for step, state in enumerate(states, start=1):
+                weight = max(0.4, 10 / (9 + step))
+                mean = (1 - weight) * mean + weight * state[part][name]
+            learned = name != "noise" and name not in dict(learner.model.named_buffers())
+            torch.testing.assert_close(kept, mean if learned else states[-1][part][name])
+    assert plain.metrics()[-1]["loss"] == averaged.metrics()[-1]["loss"]
+    accuracy = [run.metrics()[-1]["validation_accuracy"] for run in (plain, averaged)]
+    assert accuracy[1] == learner.best_accuracy
+    config, model, mask = load_trained(averaged)
+    tasks = TaskSource(stripes(), config.episode, averaged.seed, "validation").tasks(0, config.validation_tasks)
+    assert EagerEvaluator(model, mask, config.inner).accuracies(tasks, 2).mean().item() == accuracy[1]
 
 
 def test_training_does_not_depend_on_global_random_state(new_run):
@@ -550,6 +585,7 @@ DIFFERENT = [
     {"seed": 4, "mask": "generated", "optimizer": "nesterov", "theta_lr": 0.01},
     {"seed": 5, "mask": "relu", "outer_steps": 4, "validate_every": 2, "log_every": 1, "checkpoint_every": 3},
     {"seed": 6, "mask": "exp", "adapt": "head", "mask_optimizer": "nesterov", "outer_clamp": 0.001},
+    {"seed": 7, "average_decay": 0.5, "mask_optimizer": "nesterov"},
 ]
 
 
@@ -560,11 +596,11 @@ def test_lanes_equal_runs_trained_alone_bit_for_bit(new_run, monkeypatch):
     together = [new_run(f"together{number}", **settings) for number, settings in enumerate(DIFFERENT)]
     sizes = grouped(monkeypatch)
     learners = train_together(together)
-    assert sizes == [5, 4]  # one of them ends after four steps
-    assert [learner.step for learner in learners] == [6, 6, 6, 4, 6]
+    assert sizes == [6, 5]  # one of them ends after four steps
+    assert [learner.step for learner in learners] == [6, 6, 6, 4, 6, 6]
     for one, two in zip(alone, together, strict=True):
         assert_same_runs(one, two)
-        assert {record["runs_at_once"] for record in two.metrics()} == {5}
+        assert {record["runs_at_once"] for record in two.metrics()} == {6}
 
 
 @pytest.mark.parametrize(
@@ -886,6 +922,7 @@ def test_a_start_that_does_not_fit_is_refused(new_run, tmp_path):
         ({"keep_best": 0}, "keep_best must be greater than 0"),
         ({"validation_inner_steps": -1}, "validation_inner_steps must not be negative"),
         ({"outer_clamp": -1.0}, "outer_clamp must be greater than 0"),
+        ({"average_decay": 1.0}, r"average_decay must lie between 0 and 1, not 1\.0"),
         ({"mask_optimizer": "sgd"}, "mask_optimizer"),
     ],
 )

@@ -80,6 +80,9 @@ class FewShotConfig:
     optimizer: OptimizerKind = setting("adam", "outer optimizer; nesterov is SGD with momentum 0.9")
     mask_optimizer: OptimizerKind | None = setting(None, "outer optimizer of the mask; none: the same as optimizer")
     outer_clamp: float | None = setting(None, "bound on every entry of the outer gradients of theta and mask")
+    average_decay: float | None = setting(
+        None, "validate and keep means of theta and mask over outer steps, with this decay (0.999, say); none: the last"
+    )
     start_from: str | None = setting(None, "folder of a finished run whose weights training starts from")
     learn_theta: bool = setting(True, "false: the weights stay as they start, only the mask is learned")
 
@@ -116,6 +119,8 @@ class FewShotConfig:
             raise ConfigError(
                 "validation_inner_steps=0 would choose among models that have not adapted: 1 at least, or leave it out"
             )
+        if self.average_decay is not None and not 0 < self.average_decay < 1:
+            raise ConfigError(f"average_decay must lie between 0 and 1, not {self.average_decay}")
         if self.initial_sparsity is not None and not 0 <= self.initial_sparsity <= 1:
             raise ConfigError(f"initial_sparsity must lie between 0 and 1, not {self.initial_sparsity}")
         if self.mask == "fixed" and self.initial_sparsity is not None:

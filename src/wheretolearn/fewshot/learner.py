@@ -1,6 +1,7 @@
 """All that meta-training changes: weights, mask, outer optimizer, and the best of them so far."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from wheretolearn.errors import MismatchError, UserError
 from wheretolearn.fewshot.config import FewShotConfig, OptimizerKind
+from wheretolearn.fewshot.running_mean import RunningMean
 from wheretolearn.masks import GradientMask
 from wheretolearn.runs import checkpoint
 from wheretolearn.storage import check_shapes, load_weights
@@ -31,6 +33,7 @@ class Learner:
     mask: GradientMask
     optimizer: torch.optim.Optimizer
     keep_best: int = 1
+    mean: RunningMean | None = None  # what is validated and kept, if not the last weights and mask
     step: int = 0
     best: list[Snapshot] = field(default_factory=list)  # by validation accuracy, the best first
     seconds: float = 0.0  # spent in training, over all sittings
@@ -76,6 +79,10 @@ class Learner:
         checkpoint.restore_random_state(state["random"])
         self.step = step
 
+    def as_validated(self) -> AbstractContextManager[None]:
+        """Meanwhile weights and mask are those to validate and keep."""
+        return nullcontext() if self.mean is None else self.mean.in_place()
+
     def remember(self, accuracy: float) -> None:
         """Keep the present weights and mask if they are among the best; of equals the earlier is better."""
         place = sum(snapshot.accuracy >= accuracy for snapshot in self.best)
@@ -119,7 +126,9 @@ def new_learner(config: FewShotConfig, image_shape: tuple[int, ...], seed: int, 
     model = config.build_model(height, channels, seed).to(device)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # absent from torch's stubs
     mask = config.build_mask(model, seed)
-    return Learner(model, mask, _optimizer(config, model, mask, device), config.keep_best)
+    optimizer = _optimizer(config, model, mask, device)
+    mean = None if config.average_decay is None else RunningMean(optimizer, config.average_decay)
+    return Learner(model, mask, optimizer, config.keep_best, mean)
 
 
 def load_start(config: FewShotConfig, model: nn.Module) -> None:

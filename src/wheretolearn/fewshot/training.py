@@ -30,7 +30,7 @@ Notify = Callable[[str], None]  # something the user should know
 _FREE_IN_A_LANE = (
     *("train_split", "validation_split", "outer_steps", "test_inner_steps", "inner_lr", "start_from", "learn_theta"),
     *("init", "mask", "adapt", "adapt_norm", "mask_init", "initial_sparsity", "straight_through_scale"),
-    *("theta_lr", "mask_lr", "optimizer", "mask_optimizer", "outer_clamp"),
+    *("theta_lr", "mask_lr", "optimizer", "mask_optimizer", "outer_clamp", "average_decay"),
     *("validate_every", "validation_tasks", "validation_inner_steps", "patience", "log_every", "checkpoint_every"),
     "keep_best",
 )
@@ -137,8 +137,9 @@ class _Member:
         config = self.config
         tasks = self.validation.tasks(0, config.validation_tasks)
         steps = config.test_inner_steps if config.validation_inner_steps is None else config.validation_inner_steps
-        accuracy = evaluator.accuracies(tasks, steps).mean().item()
-        self.learner.remember(accuracy)
+        with self.learner.as_validated():
+            accuracy = evaluator.accuracies(tasks, steps).mean().item()
+            self.learner.remember(accuracy)
         return accuracy
 
     def save(self) -> None:
