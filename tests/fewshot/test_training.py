@@ -620,6 +620,24 @@ def test_runs_of_another_shape_get_an_engine_of_their_own(new_run, monkeypatch, 
         assert_same_runs(one, two)
 
 
+def test_runs_of_two_engines_count_the_time_they_wait_for_each_other(new_run, monkeypatch):
+    now = [0.0]
+    outer_step = EagerEngine.outer_step
+
+    def ten_seconds(engine, steps):
+        outer_step(engine, steps)
+        if engine.lanes[0].seed == 1:
+            now[0] += 10.0
+
+    monkeypatch.setattr(EagerEngine, "outer_step", ten_seconds)
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+    runs = [new_run("quick", seed=0, log_every=1), new_run("slow", seed=1, width=5, log_every=1)]
+    train_together(runs)
+    quick, slow = ([record["elapsed_seconds"] for record in run.metrics()] for run in runs)
+    assert quick == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]  # its steps come first
+    assert slow == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+
+
 def test_what_may_differ_between_lanes_are_settings():
     assert set(training._FREE_IN_A_LANE) <= {field.name for field in fields(FewShotConfig)}
 

@@ -179,6 +179,7 @@ class _Group:
         if self.engine.note is not None:
             notify(self.engine.note)
         self.evaluators = [self.engine.evaluator(number) for number in range(len(lanes))]
+        self.counted_until: float | None = None  # the moment up to which its runs know how long they took
 
 
 class _Sitting:
@@ -212,8 +213,9 @@ class _Sitting:
 
     def advance(self, group: _Group) -> None:
         """One outer step of every run of a group, and whatever is then due."""
-        started = time.perf_counter()
         members = group.members
+        if group.counted_until is None:
+            group.counted_until = time.perf_counter()
         try:
             group.engine.outer_step([member.learner.step for member in members])
             for member in members:
@@ -230,7 +232,9 @@ class _Sitting:
                 values[number]["loss"] = losses[number]
             if member.validating:
                 values[number]["validation_accuracy"] = member.validate(group.evaluators[number])
-        elapsed = time.perf_counter() - started  # shared by the lanes: the time each of them waited
+        # The time each of them waited: for its lanes, and for other groups, whose steps a GPU does meanwhile.
+        elapsed = time.perf_counter() - group.counted_until
+        group.counted_until += elapsed
         for member, measured in zip(members, values, strict=True):
             member.learner.seconds += elapsed
             with self._failing(member.run):
