@@ -1,7 +1,7 @@
 """Draw the figures of these pages, each as SVG with its data as CSV beside it, from real results alone.
 
     python docs/make_figures.py                                                   # from records and the kept data
-    python docs/make_figures.py --few-shot SPARSE_RUN MAML_RUN --online RUN...    # data anew from run folders
+    python docs/make_figures.py --few-shot RUN... --online RUN...                 # data of these run folders anew
 
 Continual learning is drawn from `results/continual`. Run folders of the paper's scale are too large for the repository:
 of these the CSV files keep the numbers that are drawn.
@@ -35,18 +35,25 @@ ONLINE_METHODS = {
     "online-adam": "online Adam",
 }  # fmt: skip
 
+FEW_SHOT_METHODS = {
+    "table1.sparse-maml.shot5": "sparse-MAML", "table1.fomaml.shot5": "first-order MAML",
+    "table1.sparse-maml-averaged.shot5": "sparse-MAML, running mean", "table1.sparse-maml-plus.shot5": "sparse-MAML+",
+}  # fmt: skip
+
 Row = tuple[str, int, float]  # name of a line, x, y
 
 
-def few_shot_data(sparse: Path, plain: Path) -> list[Row]:
-    rows: list[Row] = []
-    for method, path in (("sparse-MAML", sparse), ("first-order MAML", plain)):
-        records = RunFolder.open(path).metrics()
-        rows += [(method, r["step"], r["validation_accuracy"]) for r in records if "validation_accuracy" in r]
-    for record in RunFolder.open(sparse).metrics():
-        if record["step"] % 1000 == 0:
-            rows += [(layer, record["step"], record["sparsity_by_layer"][layer]) for layer in LAYERS]
-    return rows
+def few_shot_data(paths: Sequence[Path], rows: Sequence[Row]) -> list[Row]:
+    """Rows with those of these runs in the place of older ones of the same methods."""
+    for run in map(RunFolder.open, paths):
+        method, records = FEW_SHOT_METHODS[run.preset or ""], run.metrics()
+        found = [(method, r["step"], r["validation_accuracy"]) for r in records if "validation_accuracy" in r]
+        if method == "sparse-MAML":
+            for record in (r for r in records if r["step"] % 1000 == 0):
+                found += [(layer, record["step"], record["sparsity_by_layer"][layer]) for layer in LAYERS]
+        anew = {name for name, _, _ in found}
+        rows = [row for row in rows if row[0] not in anew] + found
+    return list(rows)
 
 
 def online_data(paths: Sequence[Path]) -> list[Row]:
@@ -154,11 +161,11 @@ def draw(few_shot_rows: Sequence[Row], online_rows: Sequence[Row]) -> list[Drawi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--few-shot", nargs=2, type=Path, metavar=("SPARSE_RUN", "MAML_RUN"))
+    parser.add_argument("--few-shot", nargs="+", type=Path, metavar="RUN", default=[])
     parser.add_argument("--online", nargs="+", type=Path, metavar="RUN")
     given = parser.parse_args()
     drawings = draw(
-        few_shot_data(*given.few_shot) if given.few_shot else kept("few-shot-accuracy", "few-shot-sparsity"),
+        few_shot_data(given.few_shot, kept("few-shot-accuracy", "few-shot-sparsity")),
         online_data(given.online) if given.online else kept("online-recovery"),
     )
     for drawing in drawings:
