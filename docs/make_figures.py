@@ -14,6 +14,7 @@ from pathlib import Path
 
 from matplotlib import rc_context
 
+from wheretolearn.errors import UserError
 from wheretolearn.report.figures import INK, MUTED, STYLE, percent_axis
 from wheretolearn.report.lines import Drawing, Line, line_of, new_figure, plot_labelled, save, share_axis
 from wheretolearn.report.page import ACCENTS
@@ -45,15 +46,20 @@ Row = tuple[str, int, float]  # name of a line, x, y
 
 def few_shot_data(paths: Sequence[Path], rows: Sequence[Row]) -> list[Row]:
     """Rows with those of these runs in the place of older ones of the same methods."""
-    for run in map(RunFolder.open, paths):
-        method, records = FEW_SHOT_METHODS[run.preset or ""], run.metrics()
+    for path in paths:
+        run = RunFolder.open(path)
+        if run.preset not in FEW_SHOT_METHODS or run.scale != "paper" or run.seed != 0:
+            raise SystemExit(
+                f"{path}: these figures show seed 0 of {', '.join(FEW_SHOT_METHODS)}, at the paper's scale"
+            )
+        method, records = FEW_SHOT_METHODS[run.preset], run.metrics()
         found = [(method, r["step"], r["validation_accuracy"]) for r in records if "validation_accuracy" in r]
         if method == "sparse-MAML":
             for record in (r for r in records if r["step"] % 1000 == 0):
                 found += [(layer, record["step"], record["sparsity_by_layer"][layer]) for layer in LAYERS]
         anew = {name for name, _, _ in found}
         rows = [row for row in rows if row[0] not in anew] + found
-    return list(rows)
+    return sorted(rows, key=lambda row: [*FEW_SHOT_METHODS.values(), *LAYERS].index(row[0]))
 
 
 def online_data(paths: Sequence[Path]) -> list[Row]:
@@ -164,10 +170,12 @@ def main() -> None:
     parser.add_argument("--few-shot", nargs="+", type=Path, metavar="RUN", default=[])
     parser.add_argument("--online", nargs="+", type=Path, metavar="RUN")
     given = parser.parse_args()
-    drawings = draw(
-        few_shot_data(given.few_shot, kept("few-shot-accuracy", "few-shot-sparsity")),
-        online_data(given.online) if given.online else kept("online-recovery"),
-    )
+    try:
+        few_shot_rows = few_shot_data(given.few_shot, kept("few-shot-accuracy", "few-shot-sparsity"))
+        online_rows = online_data(given.online) if given.online else kept("online-recovery")
+    except UserError as error:
+        parser.error(str(error))
+    drawings = draw(few_shot_rows, online_rows)
     for drawing in drawings:
         save(drawing, FIGURES)
 

@@ -160,6 +160,7 @@ def test_running_means_are_validated_and_kept_and_training_goes_on_without_them(
     accuracy = [run.metrics()[-1]["validation_accuracy"] for run in (plain, averaged)]
     assert accuracy[1] == learner.best_accuracy
     config, model, mask = load_trained(averaged)
+    assert averaged.metrics()[-1]["sparsity"] == mask.sparsity().overall
     tasks = TaskSource(stripes(), config.episode, averaged.seed, "validation").tasks(0, config.validation_tasks)
     assert EagerEvaluator(model, mask, config.inner).accuracies(tasks, 2).mean().item() == accuracy[1]
 
@@ -638,6 +639,21 @@ def test_runs_of_two_engines_count_the_time_they_wait_for_each_other(new_run, mo
     assert slow == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
 
 
+def test_when_a_lane_ends_no_time_is_lost(new_run, monkeypatch):
+    now = [0.0]
+    outer_step = EagerEngine.outer_step
+
+    def a_second(engine, steps):
+        outer_step(engine, steps)
+        now[0] += 1.0
+
+    monkeypatch.setattr(EagerEngine, "outer_step", a_second)
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+    runs = [new_run("short", outer_steps=3), new_run("long", seed=1, log_every=1), new_run("other", width=5)]
+    train_together(runs)
+    assert [record["elapsed_seconds"] for record in runs[1].metrics()] == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
+
+
 def test_what_may_differ_between_lanes_are_settings():
     assert set(training._FREE_IN_A_LANE) <= {field.name for field in fields(FewShotConfig)}
 
@@ -941,6 +957,7 @@ def test_a_start_that_does_not_fit_is_refused(new_run, tmp_path):
         ({"validation_inner_steps": -1}, "validation_inner_steps must not be negative"),
         ({"outer_clamp": -1.0}, "outer_clamp must be greater than 0"),
         ({"average_decay": 1.0}, r"average_decay must lie between 0 and 1, not 1\.0"),
+        ({"average_decay": 0.9, "batch_norm": "running"}, "choose batch_norm=batch or support"),
         ({"mask_optimizer": "sgd"}, "mask_optimizer"),
     ],
 )

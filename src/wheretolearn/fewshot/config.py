@@ -121,6 +121,11 @@ class FewShotConfig:
             )
         if self.average_decay is not None and not 0 < self.average_decay < 1:
             raise ConfigError(f"average_decay must lie between 0 and 1, not {self.average_decay}")
+        if self.average_decay is not None and self.batch_norm == "running":
+            raise ConfigError(
+                "average_decay takes means of weights, and batch_norm=running has statistics that belong to the last "
+                "weights: choose batch_norm=batch or support, or leave out average_decay"
+            )
         if self.initial_sparsity is not None and not 0 <= self.initial_sparsity <= 1:
             raise ConfigError(f"initial_sparsity must lie between 0 and 1, not {self.initial_sparsity}")
         if self.mask == "fixed" and self.initial_sparsity is not None:

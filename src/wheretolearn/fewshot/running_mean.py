@@ -11,8 +11,8 @@ from torch import Tensor
 class RunningMean:
     """Follows all that an optimizer changes, after each of its steps.
 
-    Means are kept in the optimizer's state: they are recorded, stored and restored with it. Before 1 / (1 - decay)
-    steps are over, they are means of the last tenth or so of the steps taken.
+    Means are kept in the optimizer's state: they are recorded, stored and restored with it. They are of the last
+    1 / (1 - decay) steps or so, but of no more than the last tenth of the steps taken.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float):
@@ -21,11 +21,11 @@ class RunningMean:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Meanwhile weights and mask are the means; before the first step there are none."""
+        """Meanwhile weights and mask are the means; for after the first step."""
         with torch.no_grad():
             last = [(parameter, parameter.clone()) for parameter in self._parameters()]
             for parameter, _ in last:
-                parameter.copy_(self.optimizer.state[parameter].get("mean", parameter))
+                parameter.copy_(self.optimizer.state[parameter]["mean"])
         try:
             yield
         finally:

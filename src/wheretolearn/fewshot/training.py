@@ -171,15 +171,15 @@ class _Member:
 class _Group:
     """Runs of one shape, stepped by one engine."""
 
-    def __init__(self, members: Sequence[_Member], notify: Notify):
+    def __init__(self, members: Sequence[_Member], notify: Notify, counted_until: float | None = None):
         self.members = list(members)
+        self.counted_until = counted_until  # the moment up to which its runs know how long they took
         config = self.members[0].config
         lanes = [member.lane for member in self.members]
         self.engine = make_engine(lanes, kind=config.engine, precision=config.precision)
         if self.engine.note is not None:
             notify(self.engine.note)
         self.evaluators = [self.engine.evaluator(number) for number in range(len(lanes))]
-        self.counted_until: float | None = None  # the moment up to which its runs know how long they took
 
 
 class _Sitting:
@@ -246,7 +246,7 @@ class _Sitting:
         left = [member for member in members if not member.ended and member.run not in self.failures]
         if len(left) < len(members):
             place = self.groups.index(group)
-            self.groups[place : place + 1] = [_Group(left, self.notify)] if left else []
+            self.groups[place : place + 1] = [_Group(left, self.notify, group.counted_until)] if left else []
 
     def save_and_say_how_to_go_on(self) -> str:
         """Save every run that is under way, and tell the user about it."""
@@ -323,7 +323,8 @@ class _Sitting:
     def _record(self, member: _Member, values: dict[str, Any]) -> None:
         values["elapsed_seconds"] = member.learner.seconds
         if member.logging:
-            sparsity = member.learner.mask.sparsity()
+            with member.learner.as_validated():
+                sparsity = member.learner.mask.sparsity()
             values |= {"sparsity": sparsity.overall, "sparsity_by_layer": sparsity.by_layer}
             values["sparsity_by_tensor"] = sparsity.by_tensor
             if self.at_once > 1:
