@@ -161,6 +161,10 @@ def measurements(device: str, count: int, steps: int) -> list[tuple[str, Callabl
                 "eager engine: pooling before ReLU, in place",
                 lambda: engine_loop("eager", last, steps, device, "float32"),
             ),
+            (
+                "engine of choice: Conv4 without autograd",
+                lambda: engine_loop("auto", last, steps, device, "float32"),
+            ),
         ]
     return [plain] + [
         (f"{kind} engine, {precision}", lambda k=kind, p=precision: engine_loop(k, last, steps, device, p))

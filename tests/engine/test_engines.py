@@ -13,6 +13,7 @@ from wheretolearn import masks, models
 from wheretolearn.engine import compiled
 from wheretolearn.engine.choose import choose, make_engine, make_evaluator
 from wheretolearn.engine.compiled import CompiledArithmetic
+from wheretolearn.engine.conv4_cpu import Conv4OnCPU
 from wheretolearn.engine.eager import EagerEngine
 from wheretolearn.engine.graphed import GraphedEngine, _memory_of, jobs_of
 from wheretolearn.engine.second_order import SecondOrderArithmetic
@@ -248,6 +249,54 @@ def test_graphed_equals_eager_with_clipping_and_nesterov(device):
     settings = {"optimizer": "nesterov", "clip_norm": 0.05}
     one = trained(EagerEngine, "binary", device, torch.float64, **settings)
     assert_same(one, trained(GraphedEngine, "binary", device, torch.float64, **settings), 1e-8)
+
+
+@pytest.mark.parametrize("mask_kind", MASKS)
+def test_the_engine_of_choice_on_a_cpu_equals_the_readable_one(mask_kind):
+    """Conv4's passes take the place of ``inner_loop`` there."""
+    lanes = [[new_lane(mask_kind, "cpu", torch.float64, seed=seed) for seed in range(2)] for _ in range(2)]
+    engines = make_engine(lanes[0], kind="eager"), make_engine(lanes[1])
+    losses = [run(engine) for engine in engines]
+    tasks = tasks_of(7, "cpu", torch.float64)
+    for number in range(2):
+        ends = [(own[number].model, own[number].mask, None, [each[number] for each in of])
+                for own, of in zip(lanes, losses, strict=True)]  # fmt: skip
+        assert_same(*ends, 1e-8)
+        start = new_lane(mask_kind, "cpu", torch.float64, seed=number).model.head.weight
+        assert (start - ends[0][0].head.weight).abs().max() > 1e-3
+        readable, fast = (engine.evaluator(number).probabilities(tasks, 2) for engine in engines)
+        torch.testing.assert_close(fast, readable, rtol=0, atol=1e-8)
+        alone = make_evaluator(lanes[1][number].model, lanes[1][number].mask, lanes[1][number].inner)
+        assert torch.equal(alone.probabilities(tasks, 2), fast)
+
+
+def counted_passes(monkeypatch):
+    """How often Conv4's passes without autograd were asked for gradients."""
+    calls = []
+    meta_gradients = Conv4OnCPU.meta_gradients
+    monkeypatch.setattr(Conv4OnCPU, "meta_gradients", lambda *given: calls.append(given) or meta_gradients(*given))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [{"order": "second"}, {"clip_norm": 1.0}, {"batch_norm": "support"}, {"batch_norm": "running"}],
+    ids=str,
+)
+def test_what_passes_without_autograd_cannot_do_goes_the_readable_way(monkeypatch, inner):
+    calls = counted_passes(monkeypatch)
+    run(make_engine([new_lane("binary", "cpu", torch.float64)]), steps=1)
+    assert len(calls) == 3  # one for each task
+    lane = new_lane("binary", "cpu", torch.float64, **inner)
+    run(make_engine([lane]), steps=1)
+    run(make_engine([new_lane("binary", "cpu", torch.float64)], kind="eager"), steps=1)
+    assert len(calls) == 3
+
+
+def test_what_is_not_finite_on_a_cpu_is_explained():
+    lane = new_lane("binary", "cpu", torch.float32, inner_lr=1e30)
+    with pytest.raises(NonFiniteError, match=r"outer step 1, task 0, inner step \d"):
+        run(make_engine([lane]))
 
 
 @pytest.mark.parametrize("device", DEVICES)

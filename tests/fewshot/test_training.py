@@ -12,6 +12,7 @@ from wheretolearn.config import from_dict
 from wheretolearn.data import image_set
 from wheretolearn.data.image_set import ImageSplit
 from wheretolearn.engine import eager
+from wheretolearn.engine.conv4_cpu import Conv4OnCPU
 from wheretolearn.engine.eager import EagerEngine, EagerEvaluator
 from wheretolearn.errors import ConfigError, DataError, MismatchError, NonFiniteError, Stopped, UserError
 from wheretolearn.fewshot import training, worker
@@ -428,14 +429,16 @@ class Spy:
 
     def __init__(self, monkeypatch):
         self.steps, self.inputs = [], []
-        adapt = eager.adapt
+        for method in ("meta_gradients", "probabilities"):
+            monkeypatch.setattr(Conv4OnCPU, method, self._watched(getattr(Conv4OnCPU, method)))
 
-        def watched(model, mask, support_loss, **settings):
-            self.steps.append(settings["steps"])
-            self.inputs.append(support_loss.__self__.support_inputs)
-            return adapt(model, mask, support_loss, **settings)
+    def _watched(self, method):
+        def watched(arithmetic, jobs, steps):
+            self.steps.append(steps)
+            self.inputs.append(jobs[0].task.support_inputs)
+            return method(arithmetic, jobs, steps)
 
-        monkeypatch.setattr(eager, "adapt", watched)
+        return watched
 
 
 def test_training_and_validation_each_use_their_own_number_of_steps(new_run, monkeypatch):
@@ -536,14 +539,13 @@ def test_random_masks_are_drawn_anew_at_each_step_from_seed_and_step_alone(new_r
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(new_run, monkeypatch):
     run = new_run()
-    accumulate = eager.accumulate
+    add_gradient = eager.add_gradient
 
-    def poisoned(adapted, query_loss, weight):
-        loss = accumulate(adapted, query_loss, weight)
-        adapted.model.head.weight.grad[0, 0] = float("nan")
-        return loss
+    def poisoned(model, mask, gradient, weight):
+        add_gradient(model, mask, gradient, weight)
+        model.head.weight.grad[0, 0] = float("nan")
 
-    monkeypatch.setattr(eager, "accumulate", poisoned)
+    monkeypatch.setattr(eager, "add_gradient", poisoned)
     with pytest.raises(NonFiniteError, match=r"gradient is not finite: outer step 1, head\.weight"):
         train(run)
     assert checkpoint.load_latest(run) is None

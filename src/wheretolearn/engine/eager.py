@@ -1,4 +1,8 @@
-"""The readable engine: one task after the other through ``inner_loop``, for any module on any device."""
+"""The readable engine: one task after the other through ``inner_loop``, for any module on any device.
+
+An ``Arithmetic`` that works there and then can take the place of ``inner_loop``; what it finds not finite is explained
+by the latter.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,9 +12,17 @@ from torch import Tensor, nn
 
 from wheretolearn.data.random_bits import normal
 from wheretolearn.diagnosis import locate_non_finite
+from wheretolearn.engine.graphed import Arithmetic, jobs_of
 from wheretolearn.engine.task import InnerLoop, Lane, Task, accuracy
 from wheretolearn.errors import NonFiniteError
-from wheretolearn.inner_loop import accumulate, adapt, add_gradient, second_order_meta_gradient, update_statistics
+from wheretolearn.inner_loop import (
+    MetaGradient,
+    accumulate,
+    adapt,
+    add_gradient,
+    second_order_meta_gradient,
+    update_statistics,
+)
 from wheretolearn.masks import GradientMask
 
 ADVICE = "Checkpoints saved before it are good; a smaller inner_lr or theta_lr, or inner_clip_norm, may help"
@@ -21,14 +33,17 @@ class EagerEngine:
 
     name = "eager"
 
-    def __init__(self, lanes: Sequence[Lane], note: str | None = None):
+    def __init__(
+        self, lanes: Sequence[Lane], note: str | None = None, arithmetics: Sequence[Arithmetic | None] | None = None
+    ):
         self.lanes, self.note = list(lanes), note
+        self._arithmetics = list(arithmetics or [None] * len(self.lanes))
         self._losses = [float("nan")] * len(self.lanes)
 
     def outer_step(self, steps: Sequence[int]) -> None:
         """Update theta and mask of every lane from the tasks of its step."""
         for number, (lane, step) in enumerate(zip(self.lanes, steps, strict=True)):
-            self._losses[number] = self._outer_step(lane, step)
+            self._losses[number] = _outer_step(lane, step, self._arithmetics[number])
 
     def last_losses(self) -> list[float]:
         """Mean query loss of each lane's last step."""
@@ -37,28 +52,14 @@ class EagerEngine:
     def evaluator(self, number: int) -> "EagerEvaluator":
         """Measures the model of one lane."""
         lane = self.lanes[number]
-        return EagerEvaluator(lane.model, lane.mask, lane.inner)
-
-    def _outer_step(self, lane: Lane, step: int) -> float:
-        lane.optimizer.zero_grad(set_to_none=True)
-        lane.model.zero_grad(set_to_none=True)  # it may be in no optimizer
-        lane.mask.resample(lambda like: normal(like.shape, lane.seed, "mask noise", step, device=like.device))
-        tasks = lane.tasks(step)
-        losses = [_add_task_gradient(lane, task, 1.0 / len(tasks)) for task in tasks]
-        for number, loss in enumerate(losses):
-            if not loss.isfinite():
-                raise NonFiniteError(_explain(lane, step, tasks[number], number))
-        _check_gradients(lane, step)
-        lane.clamp_gradients()
-        lane.optimizer.step()
-        return torch.stack(losses).mean().item()
+        return EagerEvaluator(lane.model, lane.mask, lane.inner, self._arithmetics[number])
 
 
 class EagerEvaluator:
     """Measures a model, with the weights it then has, on one task after the other."""
 
-    def __init__(self, model: nn.Module, mask: GradientMask, inner: InnerLoop):
-        self.model, self.mask, self.inner = model, mask, inner
+    def __init__(self, model: nn.Module, mask: GradientMask, inner: InnerLoop, arithmetic: Arithmetic | None = None):
+        self.model, self.mask, self.inner, self._arithmetic = model, mask, inner, arithmetic
 
     def accuracies(self, tasks: Iterable[Task], steps: int) -> Tensor:
         """Query accuracy of each task after ``steps`` inner steps."""
@@ -69,12 +70,34 @@ class EagerEvaluator:
         return torch.stack([self._probabilities(task, steps) for task in tasks])
 
     def _probabilities(self, task: Task, steps: int) -> Tensor:
+        if self._arithmetic is not None:
+            return self._arithmetic.probabilities(jobs_of(self.model, self.mask, self.inner, [task]), steps)[0]
         (task,) = self.inner.tasks([task])
         settings = {**_settings(self.inner), "steps": steps}
         return adapt(self.model, self.mask, task.support_loss, **settings).evaluate(task.query_probabilities)
 
 
-def _add_task_gradient(lane: Lane, task: Task, weight: float) -> Tensor:
+def _outer_step(lane: Lane, step: int, arithmetic: Arithmetic | None) -> float:
+    lane.optimizer.zero_grad(set_to_none=True)
+    lane.model.zero_grad(set_to_none=True)  # it may be in no optimizer
+    lane.mask.resample(lambda like: normal(like.shape, lane.seed, "mask noise", step, device=like.device))
+    tasks = lane.tasks(step)
+    losses = [_add_task_gradient(lane, task, 1.0 / len(tasks), arithmetic) for task in tasks]
+    for number, loss in enumerate(losses):
+        if not loss.isfinite():
+            raise NonFiniteError(_explain(lane, step, tasks[number], number))
+    _check_gradients(lane, step)
+    lane.clamp_gradients()
+    lane.optimizer.step()
+    return torch.stack(losses).mean().item()
+
+
+def _add_task_gradient(lane: Lane, task: Task, weight: float, arithmetic: Arithmetic | None) -> Tensor:
+    if arithmetic is not None:
+        (found,) = arithmetic.meta_gradients(jobs_of(lane.model, lane.mask, lane.inner, [task]), lane.inner.steps)
+        to_multipliers = {name: found.to_rate(name) * lane.inner.inner_lr for name in lane.mask.names}
+        add_gradient(lane.model, lane.mask, MetaGradient(found.loss, found.outer, to_multipliers), weight)
+        return found.loss
     if lane.inner.batch_norm == "running":
         update_statistics(lane.model, task.support_loss)
     if lane.inner.order == "first":

@@ -192,7 +192,7 @@ def evaluate_run(
         _check_can_keep(run)
     source = TaskSource(chosen, config.episode, run.seed, "test", device)
     precision = config.precision if device.startswith("cuda") else "float32"  # a CPU has no other
-    kind = config.engine if device.startswith("cuda") else "auto"  # nor a GPU's engines
+    kind = config.engine if device.startswith("cuda") or config.engine == "eager" else "auto"  # nor a GPU's engines
     evaluator = make_evaluator(model, mask, config.inner, kind=kind, precision=precision, notify=notify)
     if not ensemble:
         accuracies = evaluator.accuracies(_reported(source.tasks(0, tasks), progress, 0, tasks), steps)
