@@ -108,10 +108,13 @@ class Patches:
 
     def __init__(self, inputs: Tensor):
         self.images, _, self.height, self.width = inputs.shape
-        rows = F.unfold(inputs, 3, padding=1).transpose(1, 2).flatten(0, 1)
-        self.rows = rows - rows.mean(0)
-        exact = self.rows.double()
-        self.covariance = exact.t() @ exact / len(exact)
+        patches = F.unfold(inputs, 3, padding=1).transpose(1, 2)  # of each image
+        # Few numbers are added up before float64 does, by products, which are faster than sums over so short rows.
+        sums = torch.bmm(patches.new_ones(self.images, 1, patches.shape[1]), patches)
+        mean = sums.double().sum(0) / (self.images * patches.shape[1])
+        self.rows = (patches - mean.to(patches.dtype)).flatten(0, 1)
+        by_line = self.rows.view(-1, self.width, self.rows.shape[1])
+        self.covariance = torch.bmm(by_line.transpose(1, 2), by_line).double().sum(0) / len(self.rows)
 
 
 @dataclass(frozen=True)
