@@ -86,7 +86,9 @@ class FewShotConfig:
     start_from: str | None = setting(None, "folder of a finished run whose weights training starts from")
     learn_theta: bool = setting(True, "false: the weights stay as they start, only the mask is learned")
 
-    engine: EngineKind = setting("auto", "eager (autograd), graphed (CUDA graphs), fused (kernels of conv4), auto: the fastest")
+    engine: EngineKind = setting(
+        "auto", "eager (autograd), graphed (CUDA graphs), fused (kernels of conv4), auto: the fastest"
+    )
     precision: Precision = setting("float32", "of the network's passes on a GPU: float32, tf32, bfloat16 or float16")
 
     validate_every: int = setting(500, "outer steps between validations")
