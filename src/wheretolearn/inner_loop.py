@@ -354,7 +354,19 @@ def _wide_zeros(like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
+def check(model: nn.Module, mask: GradientMask, steps: int, inner_lr: float) -> None:
+    """Raise what ``adapt`` raises of these, for those that adapt in a way of their own."""
+    _check_steps(steps)
+    _check_rate(inner_lr)
+    _check_mask(model, mask)
+
+
 def _theta(model: nn.Module, mask: GradientMask) -> Tensors:
+    _check_mask(model, mask)
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _check_mask(model: nn.Module, mask: GradientMask) -> None:
     shapes = trainable_shapes(model)
     for name in mask.names:
         if shapes.get(name) != mask.shapes[name]:
@@ -363,7 +375,6 @@ def _theta(model: nn.Module, mask: GradientMask) -> Tensors:
                 f"the mask was made for another model: it covers {name} of shape {tuple(mask.shapes[name])}, "
                 f"the model has {found}"
             )
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _check_rate(inner_lr: float) -> None:
@@ -371,11 +382,15 @@ def _check_rate(inner_lr: float) -> None:
         raise ConfigError(f"inner_lr must be a finite number of float32's range, not {inner_lr}")
 
 
+def _check_steps(steps: int) -> None:
+    if not isinstance(steps, int) or steps < 0:
+        raise ConfigError(f"the number of inner steps must be a whole number and not negative, got {steps}")
+
+
 def _losses_by_step(loss: Loss | Sequence[Loss], steps: int) -> Sequence[Loss]:
     if torch.is_inference_mode_enabled():
         raise ConfigError("adaptation needs gradients: call it outside torch.inference_mode (no_grad is fine)")
-    if not isinstance(steps, int) or steps < 0:
-        raise ConfigError(f"the number of inner steps must be a whole number and not negative, got {steps}")
+    _check_steps(steps)
     if callable(loss):
         return [loss] * steps
     if len(loss) != steps:

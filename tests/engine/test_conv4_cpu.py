@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from wheretolearn import batch_norm
+from wheretolearn import batch_norm, masks
+from wheretolearn.engine import fused
+from wheretolearn.engine.choose import make_engine, make_evaluator
 from wheretolearn.engine.compiled import CompiledArithmetic
 from wheretolearn.engine.conv4_cpu import Conv4OnCPU, Pass, Patches, supports
 from wheretolearn.engine.graphed import Job
-from wheretolearn.engine.task import Task
+from wheretolearn.engine.task import InnerLoop, Lane, Task
+from wheretolearn.errors import ConfigError, MismatchError, NonFiniteError
 from wheretolearn.models import build
 
 WAYS = 4
@@ -164,6 +168,115 @@ def test_a_scale_of_zero():
     assert mine.outer.pop("block2.norm.weight").isfinite().all()
     del expected.outer["block2.norm.weight"]
     assert_same(mine.outer, expected.outer)
+
+
+def hooked(model):
+    model.block2.register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+
+
+CHANGES = {
+    "another activation": lambda model: setattr(model.block1, "relu", nn.ELU()),
+    "another norm": lambda model: setattr(model.block2, "norm", nn.GroupNorm(2, 6)),
+    "another pooling": lambda model: setattr(model.block4, "pool", nn.AvgPool2d(2)),
+    "another eps": lambda model: setattr(model.block2.norm, "eps", 0.5),
+    "other padding": lambda model: setattr(model.block1.conv, "padding_mode", "reflect"),
+    "a head without bias": lambda model: setattr(model, "head", nn.Linear(6, WAYS, bias=False)),
+    "a longer head": lambda model: setattr(model, "head", nn.Sequential(nn.Dropout(0), nn.Linear(6, WAYS))),
+    "shared weights": lambda model: setattr(model.block3.conv, "weight", model.block2.conv.weight),
+    "parametrized weights": lambda model: nn.utils.parametrizations.weight_norm(model.head),
+    "a forward of its own": lambda model: setattr(model, "forward", lambda x: 2 * type(model).forward(model, x)),
+    "a hook": hooked,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_networks_go_the_readable_way(change):
+    model = network()
+    assert supports(model)
+    CHANGES[change](model)
+    assert not supports(model)
+    assert "other layers" in fused.unsupported(model, InnerLoop(1, 0.1))
+    (lane,) = lanes = [Lane(model, masks.fixed(model), None, None, InnerLoop(1, 0.1))]
+    assert make_engine(lanes)._arithmetics == [None]
+    tasks = [task(model.double(), images=4)] if change != "a longer head" else []
+    for one in tasks:
+        readable = make_evaluator(model, lane.mask, lane.inner, kind="eager").probabilities([one], 2)
+        assert torch.equal(make_evaluator(model, lane.mask, lane.inner).probabilities([one], 2), readable)
+
+
+def test_networks_are_unchanged_whatever_batch_norm_keeps():
+    model = network(bias=False)
+    state = torch.get_rng_state()
+    assert supports(model.to(memory_format=torch.channels_last))
+    batch_norm.fix_mode(model, "batch")
+    assert supports(model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not supports(network(t_net=True))
+
+
+def test_filters_that_cancel_what_varies():
+    """Tinted images: rounding may leave their variance below zero."""
+    grey = task(network(channels=1)).support_inputs.float() * 255
+    model = network(torch.float32, channels=3)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    filters = weights["block1.conv.weight"]
+    filters[:, 2] = -(filters[:, 0] + 0.59 * filters[:, 1]) / 0.31
+    inputs = torch.cat([grey, 0.59 * grey, 0.31 * grey], dim=1)
+    for images in (inputs, inputs + torch.randn(inputs.shape, generator=torch.Generator().manual_seed(4)) * 1e-5):
+        assert Pass(weights, Patches(images), eps=1e-5).logits.isfinite().all()
+
+
+OTHER_LABELS = {
+    "uint8": lambda labels: labels.to(torch.uint8),
+    "shares": lambda labels: F.one_hot(labels, WAYS).double(),
+    "left out": lambda labels: labels.where(labels != 1, -100),
+}
+
+
+@pytest.mark.parametrize("labels", OTHER_LABELS.values(), ids=OTHER_LABELS)
+def test_other_labels(labels):
+    model = network()
+    plain = task(model)
+    other = Task(plain.support_inputs, labels(plain.support_labels), plain.query_inputs, labels(plain.query_labels))
+    losses = []
+    for kind in ("eager", "auto"):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = make_engine(
+            [Lane(model, masks.fixed(model), optimizer, lambda step: [other], InnerLoop(2, 0.1))], kind=kind
+        )
+        engine.outer_step([0])
+        losses += engine.last_losses()
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+
+
+def test_what_adapt_refuses_is_refused():
+    model, other = network(), network(width=1)
+    evaluator = make_evaluator(model, masks.fixed(model), InnerLoop(1, 0.1))
+    with pytest.raises(ConfigError, match="not negative, got -1"):
+        evaluator.accuracies([task(model)], -1)
+    with pytest.raises(ConfigError, match="inner_lr must be a finite number"):
+        make_evaluator(model, masks.fixed(model), InnerLoop(1, float("nan"))).accuracies([task(model)], 1)
+    with pytest.raises(MismatchError, match="made for another model"):
+        make_evaluator(model, masks.fixed(other), InnerLoop(1, 0.1)).accuracies([task(model)], 1)
+
+
+def test_squares_that_overflow_are_explained():
+    model = network(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lane = Lane(model, masks.fixed(model), optimizer, lambda step: [task(model)], InnerLoop(5, 1e7))
+    with pytest.raises(NonFiniteError, match=r"outer step 1, task 0, (inner step \d|query pass)"):
+        make_engine([lane]).outer_step([0])
+
+
+def test_frozen_weights_are_those_that_the_model_then_has():
+    model, other = network(), network(seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("block4", "head")))
+    evaluators = [make_evaluator(model, masks.fixed(model), InnerLoop(1, 0.1), kind=kind) for kind in ("eager", "auto")]
+    model.load_state_dict(other.state_dict())
+    one, two = (evaluator.probabilities([task(model)], 2) for evaluator in evaluators)
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
 
 
 def test_numbers_that_overflow_are_not_hidden():

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from wheretolearn import batch_norm
 from wheretolearn.engine.graphed import Adaptation, Job, JobGradient, Tensors
-from wheretolearn.models.conv4 import Conv4
+from wheretolearn.models import conv4
 
 BLOCKS = (1, 2, 3, 4)
 POSITIONS = (0, 2, 3)  # all dimensions but the channels
@@ -31,14 +31,14 @@ POSITIONS = (0, 2, 3)  # all dimensions but the channels
 
 def supports(model: nn.Module) -> bool:
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    return type(model) is Conv4 and on_cpu and not model.transform_names()
+    return on_cpu and conv4.unchanged(model)
 
 
 class Conv4OnCPU:
     """``Arithmetic`` for Conv4 with batch statistics; ``model`` gives the architecture, jobs bring their weights."""
 
     def __init__(self, model: nn.Module):
-        self._parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
         self._eps = batch_norm.layers(model)[0].eps
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ class Pass:
     def gradients(self, labels: Tensor, names: Collection[str]) -> Tensors:
         """Of the cross-entropy, by these weights."""
         to_logits = F.softmax(self.logits, dim=1)
-        to_logits[torch.arange(len(labels)), labels] -= 1
+        to_logits[torch.arange(len(labels)), labels.long()] -= 1
         to_logits /= len(labels)
         found = {"head.weight": to_logits.t() @ self.features, "head.bias": to_logits.sum(0)}
         to_outputs = (to_logits @ self.weights["head.weight"]).view(self.blocks[-1].outputs.shape)
@@ -161,7 +161,8 @@ class Pass:
         filters, sign = self._signed_filters(1)
         matrix = filters.flatten(1).t()
         exact = matrix.double()
-        variance = ((self.patches.covariance @ exact) * exact).sum(0)
+        # Of filters that cancel what varies, rounding may leave less than nothing.
+        variance = ((self.patches.covariance @ exact) * exact).sum(0).clamp(min=0)
         inverse_std = _inverse_std(variance, eps).to(matrix.dtype)
         rows = self.patches.rows @ (matrix * inverse_std)
         shape = (self.patches.images, self.patches.height, self.patches.width, len(filters))

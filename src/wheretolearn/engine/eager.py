@@ -1,7 +1,7 @@
-"""The readable engine: one task after the other through ``inner_loop``, for any module on any device.
+"""The eager engine: one task after the other, for any module on any device.
 
-An ``Arithmetic`` that works there and then can take the place of ``inner_loop``; what it finds not finite is explained
-by the latter.
+By default through ``inner_loop``, the readable way. An ``Arithmetic`` can take its place, for tasks whose labels are
+numbers of classes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wheretolearn.data.random_bits import normal
 from wheretolearn.diagnosis import locate_non_finite
-from wheretolearn.engine.graphed import Arithmetic, jobs_of
+from wheretolearn.engine.graphed import Arithmetic, Job, jobs_of
 from wheretolearn.engine.task import InnerLoop, Lane, Task, accuracy
 from wheretolearn.errors import NonFiniteError
 from wheretolearn.inner_loop import (
@@ -20,6 +20,7 @@ from wheretolearn.inner_loop import (
     accumulate,
     adapt,
     add_gradient,
+    check,
     second_order_meta_gradient,
     update_statistics,
 )
@@ -70,8 +71,8 @@ class EagerEvaluator:
         return torch.stack([self._probabilities(task, steps) for task in tasks])
 
     def _probabilities(self, task: Task, steps: int) -> Tensor:
-        if self._arithmetic is not None:
-            return self._arithmetic.probabilities(jobs_of(self.model, self.mask, self.inner, [task]), steps)[0]
+        if self._arithmetic is not None and _labels_are_classes(task):
+            return self._arithmetic.probabilities([_job(self.model, self.mask, self.inner, task, steps)], steps)[0]
         (task,) = self.inner.tasks([task])
         settings = {**_settings(self.inner), "steps": steps}
         return adapt(self.model, self.mask, task.support_loss, **settings).evaluate(task.query_probabilities)
@@ -85,7 +86,7 @@ def _outer_step(lane: Lane, step: int, arithmetic: Arithmetic | None) -> float:
     losses = [_add_task_gradient(lane, task, 1.0 / len(tasks), arithmetic) for task in tasks]
     for number, loss in enumerate(losses):
         if not loss.isfinite():
-            raise NonFiniteError(_explain(lane, step, tasks[number], number))
+            raise NonFiniteError(_explain(lane, step, tasks[number], number, arithmetic))
     _check_gradients(lane, step)
     lane.clamp_gradients()
     lane.optimizer.step()
@@ -93,9 +94,11 @@ def _outer_step(lane: Lane, step: int, arithmetic: Arithmetic | None) -> float:
 
 
 def _add_task_gradient(lane: Lane, task: Task, weight: float, arithmetic: Arithmetic | None) -> Tensor:
-    if arithmetic is not None:
-        (found,) = arithmetic.meta_gradients(jobs_of(lane.model, lane.mask, lane.inner, [task]), lane.inner.steps)
-        to_multipliers = {name: found.to_rate(name) * lane.inner.inner_lr for name in lane.mask.names}
+    if arithmetic is not None and _labels_are_classes(task):
+        job = _job(lane.model, lane.mask, lane.inner, task, lane.inner.steps)
+        (found,) = arithmetic.meta_gradients([job], lane.inner.steps)
+        learned = lane.mask.names if lane.mask.raw else ()
+        to_multipliers = {name: found.to_rate(name) * lane.inner.inner_lr for name in learned}
         add_gradient(lane.model, lane.mask, MetaGradient(found.loss, found.outer, to_multipliers), weight)
         return found.loss
     if lane.inner.batch_norm == "running":
@@ -119,8 +122,24 @@ def _check_gradients(lane: Lane, step: int) -> None:
         raise NonFiniteError(f"the gradient is not finite: outer step {step + 1}, {bad}. {ADVICE}")
 
 
-def _explain(lane: Lane, step: int, task: Task, number: int) -> str:
+def _job(model: nn.Module, mask: GradientMask, inner: InnerLoop, task: Task, steps: int) -> Job:
+    check(model, mask, steps, inner.inner_lr)
+    (job,) = jobs_of(model, mask, inner, [task])
+    return job
+
+
+def _labels_are_classes(task: Task) -> bool:
+    """Not shares of classes, nor negative numbers that say what to leave out."""
+    labels = torch.cat([task.support_labels, task.query_labels])
+    return labels.dim() == 1 and not labels.is_floating_point() and bool((labels >= 0).all())
+
+
+def _explain(lane: Lane, step: int, task: Task, number: int, arithmetic: Arithmetic | None) -> str:
     place = locate_non_finite(lane.model, lane.mask, task.support_loss, task.query_loss, **_settings(lane.inner))
+    if place is None and arithmetic is not None:  # squares of its own can be too large
+        job, steps = _job(lane.model, lane.mask, lane.inner, task, lane.inner.steps), range(lane.inner.steps)
+        bad = (k for k in steps if not arithmetic.adaptations([job], k)[0].loss.isfinite())
+        place = next((f"inner step {k}" for k in bad), "query pass")
     return f"the loss is not finite: outer step {step + 1}, task {number}, {place or 'place unknown'}. {ADVICE}"
 
 

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from wheretolearn.engine.graphed import Adaptation, Job, JobGradient, Precision, Tensors
 from wheretolearn.engine.task import InnerLoop
 from wheretolearn.errors import ConfigError
+from wheretolearn.models import conv4
 from wheretolearn.models.conv4 import Conv4
 
 
@@ -86,6 +87,8 @@ def unsupported(model: nn.Module, inner: InnerLoop) -> str | None:
         return "inner_clip_norm"
     if model.transform_names():
         return "t_net"
+    if not conv4.unchanged(model):
+        return "a Conv4 with other layers, hooks or shared weights"
     if model.image_size % 2:
         return f"images of odd size ({model.image_size}x{model.image_size})"
     width, channels = _first_filters(model).shape[:2]

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from wheretolearn.errors import ConfigError
@@ -57,6 +58,26 @@ class Conv4(nn.Module):
     def transform_names(self) -> set[str]:
         """The parameters that ``t_net`` adds."""
         return {name for name, _ in self.named_parameters() if name.split(".")[-2].endswith("transform")}
+
+
+def unchanged(model: nn.Module) -> bool:
+    """Whether a network is a Conv4 as it was made, without ``t_net``: no other layers, no hooks, no shared weights.
+
+    Statistics that batch norm keeps, or not, do not count.
+    """
+    if type(model) is not Conv4:
+        return False
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if not {"block1.conv.weight", "head.weight"} <= shapes.keys():
+        return False
+    (width, channels, *_), (ways, _) = shapes["block1.conv.weight"], shapes["head.weight"]
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        new = Conv4(ways, channels, model.image_size, width, bias="head.bias" in shapes)
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or "forward" in vars(module):
+            return False
+    layers = str(model).replace("track_running_stats=False", "track_running_stats=True")
+    return layers == str(new) and shapes == {name: parameter.shape for name, parameter in new.named_parameters()}
 
 
 def _block(channels: int, width: int, bias: bool, t_net: bool) -> nn.Sequential:
