@@ -354,7 +354,7 @@ def _wide_zeros(like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-def check(model: nn.Module, mask: GradientMask, steps: int, inner_lr: float) -> None:
+def check_adaptation(model: nn.Module, mask: GradientMask, steps: int, inner_lr: float) -> None:
     """Raise what ``adapt`` raises of these, for those that adapt in a way of their own."""
     _check_steps(steps)
     _check_rate(inner_lr)

@@ -80,7 +80,7 @@ def make_engine(lanes: Sequence[Lane], *, kind: EngineKind = "auto", precision: 
             return engine
     if "eager" not in CAN_RUN[precision]:
         raise ConfigError(f"precision={precision} needs a fast engine: {note}")
-    return EagerEngine(lanes, note, [_on_cpu(lane.model, lane.mask, lane.inner, kind) for lane in lanes])
+    return EagerEngine(lanes, note, [_conv4_on_cpu(lane.model, lane.mask, lane.inner, kind) for lane in lanes])
 
 
 def make_evaluator(
@@ -99,7 +99,7 @@ def make_evaluator(
     """
     name = choose(model, mask, inner, kind, precision)
     if name == "eager":
-        return EagerEvaluator(model, mask, inner, _on_cpu(model, mask, inner, kind))
+        return EagerEvaluator(model, mask, inner, _conv4_on_cpu(model, mask, inner, kind))
     make = make_arithmetic if kind != "auto" else partial(arithmetic_that_runs, notify=notify)
     return GraphedEvaluator(model, mask, inner, make(name, model, inner, precision), lanes)
 
@@ -152,7 +152,7 @@ def make_arithmetic(
     return arithmetic(model, inner.clip_norm, precision, compiled)
 
 
-def _on_cpu(model: nn.Module, mask: GradientMask, inner: InnerLoop, kind: EngineKind) -> Arithmetic | None:
+def _conv4_on_cpu(model: nn.Module, mask: GradientMask, inner: InnerLoop, kind: EngineKind) -> Arithmetic | None:
     """What takes the place of ``inner_loop`` in the eager engine, unless that was asked for by name."""
     if kind == "eager" or inner.order != "first" or inner.clip_norm is not None or not conv4_cpu.supports(model):
         return None

@@ -20,7 +20,7 @@ from wheretolearn.inner_loop import (
     accumulate,
     adapt,
     add_gradient,
-    check,
+    check_adaptation,
     second_order_meta_gradient,
     update_statistics,
 )
@@ -123,7 +123,7 @@ def _check_gradients(lane: Lane, step: int) -> None:
 
 
 def _job(model: nn.Module, mask: GradientMask, inner: InnerLoop, task: Task, steps: int) -> Job:
-    check(model, mask, steps, inner.inner_lr)
+    check_adaptation(model, mask, steps, inner.inner_lr)
     (job,) = jobs_of(model, mask, inner, [task])
     return job
 
