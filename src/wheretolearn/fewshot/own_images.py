@@ -36,6 +36,7 @@ from wheretolearn.data.transforms import as_input
 from wheretolearn.delta import SparseDelta
 from wheretolearn.errors import DataError, MismatchError, NonFiniteError, UserError
 from wheretolearn.fewshot.config import FewShotConfig
+from wheretolearn.fewshot.learner import placed
 from wheretolearn.fewshot.trained import load_trained, trained_image_shape
 from wheretolearn.inner_loop import adapt
 from wheretolearn.ridge_head import solved_head
@@ -269,8 +270,7 @@ def load_adapted(path: Path | str, device: str = "cpu") -> AdaptedNetwork:
     batch_norm.fix_mode(model, config.batch_norm)
     check_shapes(_shapes(tensors), _shapes(model.state_dict()), file)
     model.load_state_dict(tensors)
-    model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # absent from stubs
-    return AdaptedNetwork(model, config, json.loads(about["classes"]), shape)
+    return AdaptedNetwork(placed(model, device), config, json.loads(about["classes"]), shape)
 
 
 def read_images(files: Iterable[Path], config: FewShotConfig, image_shape: Sequence[int]) -> list[Images | DataError]:
@@ -318,7 +318,7 @@ def _predict(
         blank += [images[index][0] for index, pixels in whole.items() if _is_blank(pixels)]
         shallow += [images[index][0] for index, pixels in whole.items() if _is_shallow(images[index][0], pixels)]
         if whole:
-            inputs = as_input(torch.from_numpy(np.stack(list(whole.values()))), channels_last=True).to(device)
+            inputs = as_input(torch.from_numpy(np.stack(list(whole.values())))).to(device)
             with torch.no_grad():
                 shares = network(inputs).double().softmax(1)
             if not shares.isfinite().all():
@@ -371,7 +371,7 @@ def _read_support(
     blank = [file for file, image in zip(files, images, strict=True) if _is_blank(image)]
     shallow = [file for file, image in zip(files, images, strict=True) if _is_shallow(file, image)]
     notes += _reading_notes([], blank, shallow)
-    return as_input(torch.from_numpy(np.stack(images)), channels_last=True)
+    return as_input(torch.from_numpy(np.stack(images)))
 
 
 def _is_blank(image: Images) -> bool:

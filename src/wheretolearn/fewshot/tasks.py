@@ -53,7 +53,7 @@ class TaskSource:
         if self._on_device is not None:
             return as_input(self._on_device[indices], channels_last=True)
         # Indexing the memory map reads only these images from disk.
-        return as_input(torch.from_numpy(self._split.images[indices.numpy()]), channels_last=True)
+        return as_input(torch.from_numpy(self._split.images[indices.numpy()]))
 
 
 def split_of(images: ImageSet, name: str) -> ImageSplit:
