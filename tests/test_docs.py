@@ -159,7 +159,7 @@ def test_the_first_commands_of_a_guide_run_one_after_the_other(tmp_path, monkeyp
     app([*learn, "--set", "tasks=2", "--seeds", "1"], standalone_mode=False)
     assert "table5.la-maml.rotations at quick scale" in capsys.readouterr().out
     app(draw, standalone_mode=False)
-    assert len(list((tmp_path / "runs" / "quick" / "figures").glob("*.svg"))) >= 3
+    assert len(list((tmp_path / "runs" / "quick-continual" / "figures").glob("*.svg"))) >= 3
 
 
 def test_figures_are_those_of_the_data_beside_them(tmp_path):

@@ -326,6 +326,17 @@ def test_evaluate_takes_several_splits(straight, run_command):
     assert headings(result) == ["glyphs/validation", "glyphs/scripts", "sparsity"]
 
 
+def test_measuring_classes_that_the_run_learns_from_is_told(straight, tmp_path, run_command):
+    splits = ("--split", "train", "--split", "scripts")
+    evaluated = run_command("evaluate", straight, *splits, "--tasks", 2, "--threads", 1)
+    short = ("--set", "outer_steps=1", "--set", "validation_split=train")
+    trained = run_command("train", tmp_path / "run", *QUICK, *short)
+    for result in (evaluated, trained):
+        assert result.returncode == 0, result.stderr
+        assert result.stderr.count("605 of 605 classes in glyphs/train are classes of glyphs/train") == 1
+        assert "scripts are" not in result.stderr
+
+
 def test_evaluate_where_results_cannot_be_kept(straight, tmp_path, run_command):
     shutil.copytree(straight, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
     (tmp_path / "run" / "evaluations").write_text("in the way")

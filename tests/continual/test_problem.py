@@ -4,6 +4,7 @@ import torch
 
 from wheretolearn.continual.config import ContinualConfig
 from wheretolearn.continual.problem import Labelled, Problem, train_and_test
+from wheretolearn.data.image_set import ImageSet, ImageSplit
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import ConfigError, DataError
 
@@ -22,6 +23,22 @@ def test_glyphs_are_split_within_their_classes():
     assert torch.bincount(train.labels).tolist() == (counts - counts // 4).tolist()
     both = np.concatenate([train.images, test.images]).reshape(int(counts.sum()), -1)
     assert len(np.unique(both, axis=0)) == len(both)  # no image is in both
+
+
+@pytest.mark.parametrize(("left_out", "told"), [("test", "c1 is only in train"), ("train", "c1 is only in test")])
+def test_splits_that_share_some_classes_and_not_others_are_refused(left_out, told):
+    """Otherwise images of the test split would never be looked at."""
+
+    def split(name, classes):
+        images = np.zeros((8 * len(classes), 16, 16, 1), np.uint8)
+        offsets = np.arange(0, len(images) + 1, 8)
+        return ImageSplit(f"mine/{name}", images, offsets, tuple(classes), ("",) * len(classes))
+
+    classes = {"train": ["c0", "c1", "c2"], "test": ["c0", "c1", "c2"]}
+    classes[left_out].remove("c1")
+    images = ImageSet("mine", {name: split(name, own) for name, own in classes.items()}, {})
+    with pytest.raises(DataError, match=told):
+        train_and_test(images, config(classes=2))
 
 
 @pytest.mark.parametrize("kind", ["rotations", "permutations", "split"])

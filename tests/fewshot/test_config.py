@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from wheretolearn import masks
+from wheretolearn.config import from_dict
 from wheretolearn.errors import ConfigError
 from wheretolearn.fewshot.config import FewShotConfig, MaskKind
+from wheretolearn.presets import Scale, list_presets
 from wheretolearn.ridge_head import RidgeHead
 
 RIDGE = {"head": "ridge", "mask": "fixed", "inner_steps": 0, "test_inner_steps": 0}
@@ -103,13 +105,38 @@ def test_settings_that_do_not_go_together(settings, message):
         ({"width": 32, "model": "resnet12"}, "width=32 is for model=conv4 and would do nothing: .* set width=64"),
         ({"bias": False, "model": "resnet12"}, "bias=false is for model=conv4 and would do nothing: .* set bias=true"),
         ({"resnet_size": "large"}, "resnet_size=large is for model=resnet12 .* set resnet_size=small"),
+        (
+            {"straight_through_scale": 0.5, "mask": "exp"},
+            "for mask=binary or generated .* set straight_through_scale=1",
+        ),
+        ({"mask_optimizer": "adam", "mask": "fixed"}, "for a mask that is learned and would do nothing: leave it out$"),
+        ({**RIDGE, "inner_clip_norm": 1.0}, "for an inner loop, which head=ridge has not"),
+        ({"init": "kaiming", "start_from": "runs/first"}, "for weights that start anew"),
     ],
 )
-def test_new_runs_have_no_settings_of_another_network(settings, message):
+def test_new_runs_have_no_settings_without_an_effect(settings, message):
     config = FewShotConfig(**settings)  # what was stored with them can be read
     with pytest.raises(ConfigError, match=message):
-        config.check_network()
-    FewShotConfig(**{**settings, "model": "conv4" if "model" in settings else "resnet12"}).check_network()
+        config.check_effects()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"width": 32, "bias": False, "init": "kaiming", "inner_clip_norm": 1.0, "adapt_norm": False},
+        {"model": "resnet12", "resnet_size": "large"},
+        {"straight_through_scale": 0.5, "mask_optimizer": "adam", "start_from": "runs/first"},
+    ],
+)
+def test_settings_with_an_effect_are_taken(settings):
+    FewShotConfig(**settings).check_effects()
+
+
+@pytest.mark.parametrize("scale", get_args(Scale))
+def test_all_settings_of_presets_have_an_effect(scale):
+    for preset in list_presets(scale=scale):
+        if preset.protocol == "fewshot":
+            from_dict(FewShotConfig, preset.settings, where=preset.name).check_effects()
 
 
 @pytest.mark.parametrize(

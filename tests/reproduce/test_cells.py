@@ -227,13 +227,15 @@ def test_settings_without_effect_on_a_learner_make_no_record_stale() -> None:
         assert found.status == expected
 
 
-def test_records_are_read_from_the_folders_of_the_protocols_alone(tmp_path: Path) -> None:
+def test_records_are_read_from_a_folder_and_from_those_of_the_protocols_in_it(tmp_path: Path) -> None:
+    save(recorded("table6.bgd.p98", "accuracy"), tmp_path)
     save(recorded("table5.la-maml.many", "RA"), tmp_path / "continual")
     save(recorded("table1.sparse-maml.shot5", "accuracy"), tmp_path / "fewshot")
     (tmp_path / "schema.json").write_text("{}")
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "x.json").write_text("{}")
-    assert [own.name for own in load_records(tmp_path)] == ["table1.sparse-maml.shot5", "table5.la-maml.many"]
+    names = [own.name for own in load_records(tmp_path)]
+    assert names == ["table6.bgd.p98", "table1.sparse-maml.shot5", "table5.la-maml.many"]
 
 
 def test_cells_of_the_quick_scale_have_no_paper_numbers_and_measure_what_its_streams_have() -> None:

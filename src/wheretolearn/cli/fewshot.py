@@ -1,7 +1,7 @@
 """``wheretolearn train``, ``resume`` and ``evaluate``: few-shot meta-learning."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.fewshot.config import INCIDENTAL, FewShotConfig
 from wheretolearn.fewshot.learner import load_start, new_learner
 from wheretolearn.fewshot.records import default_splits, result_records, settings_of
-from wheretolearn.fewshot.tasks import check_images, split_of
+from wheretolearn.fewshot.tasks import check_images, known_classes, split_of
 from wheretolearn.fewshot.trained import Evaluation, evaluate_run, keep_evaluation, load_trained, planned
 from wheretolearn.fewshot.training import finished, train_together
 from wheretolearn.fewshot.worker import train_in_processes
@@ -188,6 +188,8 @@ def evaluate(
         evaluations: dict[RunFolder, list[Evaluation]] = {}
         all_kept = True  # a full disk takes away no measurement
         labels = labels_of(runs)
+        for note in _notes(plan):
+            typer.echo(f"note: {note}", err=True)
         for run in runs:
             before = f"{labels[run]}: " if len(runs) > 1 else ""
             evaluations[run] = []
@@ -220,6 +222,16 @@ def evaluate(
                 typer.echo(f"recorded {path}")
         if not all_kept:
             raise typer.Exit(UserError.exit_code)
+
+
+def _notes(plan: Mapping[RunFolder, Sequence[Evaluation]]) -> Iterable[str]:
+    """What is to be known of the tasks that are to be measured, each once."""
+    notes = [
+        known_classes(settings_of(run), load_set(wanted.data), wanted.split)
+        for run, evaluations in plan.items()
+        for wanted in evaluations
+    ]
+    return dict.fromkeys(note for note in notes if note is not None)
 
 
 def _preset(run: RunFolder, name: str | None) -> Preset | None:
@@ -269,10 +281,12 @@ def _config(preset: str | None, scale: Scale, overrides: Sequence[str]) -> FewSh
 
 def _check(config: FewShotConfig, seed: int, device: str) -> None:
     """Whatever cannot be built must fail before a folder holds a run that can never start."""
-    config.check_network()
+    config.check_effects()
     with progress_bar(f"preparing {config.data}") as tick:
         images = load_set(config.data, tick)
     check_images(config, images)
+    if note := known_classes(config, images, config.validation_split):
+        typer.echo(f"note: {note}", err=True)
     learner = new_learner(config, split_of(images, config.train_split).images.shape[1:], seed, device)
     choose(learner.model, learner.mask, config.inner, config.engine, config.precision)
     load_start(config, learner.model)

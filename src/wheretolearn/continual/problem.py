@@ -149,9 +149,18 @@ def train_and_test(images: ImageSet, config: ContinualConfig) -> tuple[Labelled,
         raise DataError(f"the set {images.name} has no split 'train'; it has {', '.join(images.splits)}")
     train = images.splits["train"]
     test = images.splits.get("test")
-    if test is not None and test.classes == train.classes:
+    if test is not None and test.named_classes == train.named_classes:
         parts = [Labelled(part.images, torch.from_numpy(part.labels)) for part in (train, test)]
         return parts[0], parts[1], len(train.classes)
+    if test is not None and set(test.named_classes) & set(train.named_classes):
+        only = {"train": set(train.classes) - set(test.classes), "test": set(test.classes) - set(train.classes)}
+        told = " and ".join(
+            f"{', '.join(sorted(names)[:5])} is only in {where}" for where, names in only.items() if names
+        )
+        raise DataError(
+            f"the splits train and test of {images.name} share some classes and not others: {told}. Give both the same "
+            "classes, or none in common, and add the set again"
+        )
     if config.classes > len(train.classes):
         raise ConfigError(f"classes={config.classes}, but {images.name} has {len(train.classes)} training classes")
     kept: list[list[int]] = [[], []]

@@ -53,6 +53,11 @@ class ImageSplit:
         return np.diff(self.class_offsets)
 
     @property
+    def named_classes(self) -> tuple[tuple[str, str], ...]:
+        """Group and name of each class: alphabets have characters of the same names."""
+        return tuple(zip(self.groups, self.classes, strict=True))
+
+    @property
     def labels(self) -> Offsets:
         """The class index of every image, [N]."""
         return np.repeat(np.arange(len(self.classes), dtype=np.int64), self.counts)

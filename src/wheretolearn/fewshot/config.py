@@ -171,17 +171,27 @@ class FewShotConfig:
             needed = ", ".join(f"{name}={str(wanted[name]).lower()}" for name in wrong)
             raise ConfigError(f"head=ridge has no inner loop: it needs {needed}")
 
-    def check_network(self) -> None:
-        """For new runs: a setting that the network knows nothing of would be ignored in silence."""
+    def check_effects(self) -> None:
+        """For new runs: a setting that nothing here asks for would be ignored in silence."""
         usual = FewShotConfig()
-        for model, names in (("conv4", ("width", "bias")), ("resnet12", ("resnet_size",))):
-            for name in names:
-                given, default = (str(getattr(config, name)).lower() for config in (self, usual))
-                if given != default and self.model != model:
-                    raise ConfigError(
-                        f"{name}={given} is for model={model} and would do nothing: leave it out, or set "
-                        f"{name}={default} where a preset has it"
-                    )
+        conv4, resnet12 = self.model == "conv4", self.model == "resnet12"
+        closes = self.mask in ("binary", "generated")
+        needed = {
+            "width": (conv4, "model=conv4"),
+            "bias": (conv4, "model=conv4"),
+            "resnet_size": (resnet12, "model=resnet12"),
+            "init": (self.start_from is None, "weights that start anew, not from another run's"),
+            "straight_through_scale": (closes, "mask=binary or generated"),
+            "mask_optimizer": (self.mask != "fixed", "a mask that is learned"),
+            "inner_clip_norm": (self.head != "ridge", "an inner loop, which head=ridge has not"),
+        }
+        for name, (has_effect, what_for) in needed.items():
+            given, default = (str(getattr(config, name)).lower() for config in (self, usual))
+            if given != default and not has_effect:
+                raise ConfigError(
+                    f"{name}={given} is for {what_for} and would do nothing: leave it out"
+                    + ("" if getattr(usual, name) is None else f", or set {name}={default} where a preset has it")
+                )
 
     @property
     def inner(self) -> InnerLoop:

@@ -133,9 +133,9 @@ def new_learner(config: FewShotConfig, image_shape: tuple[int, ...], seed: int, 
 def placed(model: nn.Module, device: str) -> nn.Module:
     """A model on its device, laid out in memory as is best there."""
     model = model.to(device)
-    if torch.device(device).type == "cpu":  # with channels innermost PyTorch's batch norm is a thousand times less exact there
-        return model
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # absent from torch's stubs
+    if torch.device(device).type != "cpu":  # there PyTorch's batch norm is a thousand times less exact for it
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # absent from torch's stubs
+    return model
 
 
 def load_start(config: FewShotConfig, model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from wheretolearn.config import differences, from_dict, to_dict
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import UserError
 from wheretolearn.fewshot.config import INCIDENTAL, FewShotConfig
+from wheretolearn.fewshot.tasks import known_classes
 from wheretolearn.fewshot.trained import Evaluation, held_out_splits, load_trained
 from wheretolearn.masks import Sparsity
 from wheretolearn.presets import Preset, load_preset, scale_named
@@ -76,6 +77,8 @@ class _Maker:
             f"K_test {first.steps}",
             first.precision,
         ]
+        if known := known_classes(self.config, load_set(first.data), first.split):
+            notes.append(known)
         if first.models > 1:
             notes.insert(0, f"mean prediction of the {first.models} best models by validation")
         values = {run.seed: 100 * e.accuracy for run, e in zip(self.runs, evaluations, strict=True)}

@@ -66,6 +66,20 @@ def split_of(images: ImageSet, name: str) -> ImageSplit:
     return images.splits[name]
 
 
+def known_classes(config: FewShotConfig, images: ImageSet, split: str) -> str | None:
+    """A note where classes of a split are among those that a run learns from: accuracy there says little."""
+    if images.name != config.data:
+        return None
+    own, learned = (split_of(images, name).named_classes for name in (split, config.train_split))
+    shared = len(set(own) & set(learned))
+    if not shared:
+        return None
+    return (
+        f"{shared} of {len(own)} classes in {images.name}/{split} are classes of {images.name}/{config.train_split}, "
+        "which the run learned from: accuracy there is not that on new classes"
+    )
+
+
 def check_images(config: FewShotConfig, images: ImageSet) -> None:
     """Fail now, before anything is written, where a set cannot give the tasks that a config asks for."""
     for name in (config.train_split, config.validation_split):

@@ -115,8 +115,8 @@ def cells_named(names: Sequence[str], rows: Sequence[str] = (), scale: Scale = "
 
 
 def load_records(folder: Path) -> list[ResultRecord]:
-    """The records of all protocols in a folder of results."""
-    return [record for protocol in PROTOCOLS for record in load_all(folder / protocol)]
+    """The records in a folder of results: in its folders of protocols, and, as ``--record`` writes them, its own."""
+    return [record for place in (folder, *(folder / protocol for protocol in PROTOCOLS)) for record in load_all(place)]
 
 
 def look_up(cells: Iterable[Cell], records: Sequence[ResultRecord], scale: Scale = "paper") -> list[Found]:

@@ -220,7 +220,7 @@ def check_alike(runs: Sequence[RunFolder], settings_of: Callable[[RunFolder], ob
 
 def load_all(folder: str | PathLike[str]) -> list[ResultRecord]:
     """Every record in a folder, by file name; none where the folder does not exist yet."""
-    return [_load(path) for path in sorted(Path(folder).glob("*.json"))]
+    return [_load(path) for path in sorted(Path(folder).glob("*.json")) if path.name != "schema.json"]
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
