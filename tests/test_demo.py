@@ -10,7 +10,7 @@ from wheretolearn import demo
 from wheretolearn.data.load import load_set
 from wheretolearn.errors import NonFiniteError, Stopped, UserError
 from wheretolearn.report.comparison import comparison_page
-from wheretolearn.runs import checkpoint
+from wheretolearn.runs import checkpoint, environment
 from wheretolearn.runs.workers import Teller
 
 pytestmark = pytest.mark.xdist_group("glyphs")
@@ -35,6 +35,7 @@ def test_both_methods_are_trained_on_the_same_seed_and_followed(finished):
     differing = {key for key in configs[0] if configs[0][key] != configs[1][key]}
     assert differing == {"mask"}
     assert len({run.seed for run in runs.values()}) == 1
+    assert {run.threads for run in runs.values()} == {max(1, environment.cores() // 2)}
 
 
 def test_results_hold_accuracy_on_characters_and_scripts(finished):

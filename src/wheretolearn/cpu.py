@@ -1,8 +1,12 @@
-"""Settings of a process that make training on a CPU faster; the command line applies them at its start."""
+"""Settings of a process for training on a CPU: memory, which the command line sets at its start, and threads."""
 
 import ctypes
 import ctypes.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # from glibc's malloc.h
 _LARGEST = 2**31 - 1
@@ -22,3 +26,14 @@ def keep_freed_memory() -> bool:
         return bool(library.mallopt(_MMAP_MAX, 0) and library.mallopt(_TRIM_THRESHOLD, _LARGEST))
     except (OSError, AttributeError):  # another C library
         return False
+
+
+@contextmanager
+def threads(number: int | None) -> Iterator[None]:
+    """Have PyTorch use so many threads, on which the last digits of its sums depend; None: as many as it does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -16,6 +16,7 @@ from wheretolearn.errors import Stopped, UserError
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.fewshot.trained import Evaluation, evaluate_run, load_trained
 from wheretolearn.fewshot.training import train
+from wheretolearn.fewshot.worker import threads_each
 from wheretolearn.presets import load_preset
 from wheretolearn.report.comparison import MethodResult
 from wheretolearn.runs import environment
@@ -38,12 +39,13 @@ Update = Callable[[str, int, Mapping[str, Any]], None]  # (method, outer step, l
 def open_runs(folder: Path, seed: int = 0, settings: Mapping[str, Any] | None = None) -> dict[str, RunFolder]:
     """The run of each method, made where it is not there yet."""
     runs = {}
+    threads = threads_each(len(METHODS))
     for method in METHODS:
         path, config = _path(folder, method), _config(method, settings)
         if (path / "run.json").exists():
             run = RunFolder.open(path)
         else:
-            run = RunFolder.create(path, to_dict(config), seed, "fewshot", METHODS[method], "paper")
+            run = RunFolder.create(path, to_dict(config), seed, "fewshot", METHODS[method], "paper", threads=threads)
         if not _has(run, config):
             raise UserError(f"{path} holds a run with other settings: choose another folder, or remove it")
         if run.seed != seed:
@@ -105,7 +107,7 @@ def train_side_by_side(
     outcome = run_workers(
         {method: ["wheretolearn.demo", str(run.path), str(test_tasks)] for method, run in waiting.items()},
         at_once=max(1, len(waiting)),
-        threads=max(1, environment.cores() // len(runs)),
+        threads={method: run.threads or threads_each(len(runs)) for method, run in waiting.items()},
         update=show,
         on_stop=on_stop,
         stop_on_failure=True,

@@ -216,6 +216,10 @@ def assert_same_end(one, two):
             continue
         same = torch.equal(value, flat[1][key]) if isinstance(value, torch.Tensor) else value == flat[1][key]
         assert same, key
+    assert_same_models(one, two)
+
+
+def assert_same_models(one, two):
     for name in ("model.safetensors", "mask.safetensors"):
         (tensors, metadata), (others, other_metadata) = load_weights(one / name), load_weights(two / name)
         assert metadata == other_metadata
@@ -498,6 +502,39 @@ def test_a_signal_stops_several_runs_and_saves_them(tmp_path, hold_at, number):
     for path in paths[:2]:
         assert checkpoint.load_latest(path).step == RunFolder.open(path).metrics()[-1]["step"] == 2
     assert checkpoint.load_latest(paths[2]) is None  # two at a time: it had not begun
+
+
+def test_runs_go_on_with_the_threads_they_were_begun_with(tmp_path, run_command, hold_at):
+    command = ["--preset", "demo.sparse-maml", "--seeds", 3, "--workers", 3, *TINY, "--set", "outer_steps=4"]
+    command += ["--threads", 3]  # sums have other last digits than with one, which tests have by default
+    run_command("train", tmp_path / "straight", *command).check_returncode()
+    process = start(hold_at(2), "train", tmp_path / "stopped", *command)
+    paths = [tmp_path / "stopped" / f"demo.sparse-maml-seed{seed}" for seed in range(3)]
+    for path in paths:
+        wait_for_step(path, 2, process)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    for left in (paths[0], tmp_path / "stopped"):  # one alone, in the process of the command, then two at once
+        resumed = run_command("resume", left)
+        assert resumed.returncode == 0, resumed.stderr
+        assert "threads" not in resumed.stderr
+    for path in paths:
+        assert_same_models(tmp_path / "straight" / path.name, path)
+
+
+def test_another_number_of_threads_is_told_in_one_note(tmp_path, monkeypatch, capsys):
+    taken = []
+    monkeypatch.setattr(fewshot, "_continue", lambda runs, *_: taken.append([run.threads for run in runs]))
+    paths = [tmp_path / name for name in ("early", "same", "other")]
+    for path, threads in zip(paths, (None, 2, 3), strict=True):
+        RunFolder.create(path, {}, 0, "fewshot", threads=threads).close()
+    fewshot.resume(paths, device="cpu")
+    assert capsys.readouterr().err == ""
+    fewshot.resume(paths, device="cpu", threads=2)
+    assert capsys.readouterr().err == (
+        f"{paths[2]}: begun with another number of threads, so the end may differ in the last digits\n"
+    )
+    assert taken == [[None, 2, 3], [2, 2, 2]]
 
 
 def test_a_worker_that_dies_is_named_and_the_others_go_on(tmp_path, hold_at):

@@ -13,7 +13,7 @@ import torch
 
 from wheretolearn.cli.common import runs_in
 from wheretolearn.cli.continual import _Progress, continual
-from wheretolearn.cli.fewshot import evaluate, train
+from wheretolearn.cli.fewshot import evaluate, resume, train
 from wheretolearn.continual.training import finished, train_together
 from wheretolearn.continual.worker import share_out
 from wheretolearn.errors import ConfigError, MismatchError, NonFiniteError, UserError
@@ -116,6 +116,19 @@ def test_kill_9_in_the_middle_of_a_task_and_resume_equals_a_straight_run(paths, 
     assert resumed.returncode == 0, resumed.stderr
     assert f"{PRESET} at quick scale, seed 0, in %:" in resumed.stdout
     assert_same_end(paths[0], tmp_path / "run")
+
+
+def test_it_goes_on_with_the_threads_it_was_begun_with(paths, tmp_path, monkeypatch):
+    straight = RunFolder.open(paths[0])
+    assert straight.threads == 1
+    used = []
+    monkeypatch.setattr(
+        "wheretolearn.cli.continual.train_together", lambda *_, **__: used.append(torch.get_num_threads())
+    )
+    with RunFolder.create(tmp_path / "run", straight.config, 0, "continual", threads=3):
+        resume([tmp_path / "run"], device="cpu")
+    assert used == [3]
+    assert torch.get_num_threads() == 1  # what comes after in this process has its own
 
 
 def test_sigterm_saves_several_runs_and_resume_goes_on(paths, tmp_path, run_command, hold_at):

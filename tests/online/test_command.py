@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from wheretolearn.cli.fewshot import resume
 from wheretolearn.cli.online import online
 from wheretolearn.errors import UserError
 from wheretolearn.online.training import finished
@@ -113,6 +114,17 @@ def test_kill_9_in_mid_stream_and_resume_equals_a_straight_run(paths, tmp_path, 
     assert resumed.returncode == 0, resumed.stderr
     assert f"{PRESET} at quick scale, seed 0, in %:" in resumed.stdout
     assert_same_end(paths[0], tmp_path / "run")
+
+
+def test_it_goes_on_with_the_threads_it_was_begun_with(paths, tmp_path, monkeypatch):
+    straight = RunFolder.open(paths[0])
+    assert straight.threads == 1
+    used = []
+    monkeypatch.setattr("wheretolearn.cli.online.train_together", lambda *_, **__: used.append(torch.get_num_threads()))
+    with RunFolder.create(tmp_path / "run", straight.config, 0, "online", threads=3):
+        resume([tmp_path / "run"], device="cpu")
+    assert used == [3]
+    assert torch.get_num_threads() == 1  # what comes after in this process has its own
 
 
 def test_sigterm_saves_several_runs_and_resume_goes_on(paths, tmp_path, run_command, hold_at):

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from wheretolearn import cpu
 from wheretolearn.cli.data import list_sets
 from wheretolearn.cli.online import take_to_the_end
 from wheretolearn.data.image_set import data_root
@@ -160,6 +161,21 @@ def test_one_that_fails_is_tried_once_and_keeps_no_other_run_from_its_end(go, ow
     assert finished(good)
     assert not any(map(finished, bad))
     assert attempts == [1]
+
+
+def test_it_goes_on_with_the_threads_it_was_begun_with(own_cache, make_run, monkeypatch):
+    used = []
+
+    def stop(*_):
+        used.append(torch.get_num_threads())
+        raise Stopped
+
+    monkeypatch.setattr(pretraining, "train", stop)
+    with make_run(**SMALL) as run:
+        for number in (3, 1):
+            with cpu.threads(number), pytest.raises(Stopped):
+                train(run)
+    assert used == [3, 3]
 
 
 def test_ctrl_c_while_another_process_does_it_tells_how_to_go_on(own_cache, make_run):

@@ -145,6 +145,11 @@ def test_new_runs_write_event_files_where_that_is_asked_for(tmp_path: Path, monk
     ]
 
 
+def test_its_runs_remember_their_threads(straight: tuple[Path, Any]) -> None:
+    runs = [RunFolder.open(file.parent) for file in straight[0].glob("runs/reproduce/quick/*/run.json")]
+    assert [run.threads for run in runs] == [1] * 4
+
+
 def test_the_list_shows_every_cell_with_its_state(straight: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     done = call(straight[0], monkeypatch, "table5", "--scale", "quick", "--list")
     lines = [line.rstrip() for line in done.stdout.splitlines()]

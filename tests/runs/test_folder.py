@@ -132,6 +132,9 @@ def test_damaged_run_json_is_named(tmp_path: Path, text: str) -> None:
         ("protocol", None),
         ("preset", 5),
         ("scale", ["quick"]),
+        ("threads", 0),
+        ("threads", True),
+        ("threads", "2"),
     ],
 )
 def test_a_value_that_run_json_cannot_hold_is_named(tmp_path: Path, name: str, value: object) -> None:

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from wheretolearn import cpu
 from wheretolearn.cli import streams
-from wheretolearn.cli.common import Device, TensorBoard, Workers, chosen_device, labels_of, set_threads
+from wheretolearn.cli.common import Device, TensorBoard, Workers, chosen_device, labels_of
 from wheretolearn.cli.progress import TrainingBars, announce_stop, progress_bar
 from wheretolearn.cli.streams import Record, Run, ScaleName, Seed, Seeds
 from wheretolearn.continual.config import ContinualConfig
@@ -70,20 +71,16 @@ def continual(
     )
 
 
-def take_to_the_end(
-    runs: Sequence[RunFolder], device: str, workers: int | None = None, threads: int | None = None
-) -> None:
+def take_to_the_end(runs: Sequence[RunFolder], device: str, workers: int | None = None) -> None:
     """Take runs to their ends, from their last checkpoints where they have any, and print what they measured."""
     try:
         progress = _Progress(runs)
         with progress.bars as bars:
             if device == "cpu" and len(runs) > 1:
-                train_in_processes(
-                    runs, progress.report, workers=workers, threads=threads, on_stop=announce_stop, notify=bars.note
-                )
+                train_in_processes(runs, progress.report, workers=workers, on_stop=announce_stop, notify=bars.note)
             else:
-                set_threads(threads or 1)
-                train_together(runs, progress.report, device=device, notify=bars.note, on_stop=announce_stop)
+                with cpu.threads(runs[0].threads or 1):
+                    train_together(runs, progress.report, device=device, notify=bars.note, on_stop=announce_stop)
     finally:  # also where others failed or were stopped
         streams.print_results(CONTINUAL, [run for run in runs if finished(run)])
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from wheretolearn import cpu
 from wheretolearn.cli import continual, online, streams
 from wheretolearn.cli.common import (
     Device,
@@ -36,16 +37,12 @@ from wheretolearn.fewshot.records import default_splits, result_records, setting
 from wheretolearn.fewshot.tasks import check_images, known_classes, split_of
 from wheretolearn.fewshot.trained import Evaluation, evaluate_run, keep_evaluation, load_trained, planned
 from wheretolearn.fewshot.training import finished, train_together
-from wheretolearn.fewshot.worker import train_in_processes
+from wheretolearn.fewshot.worker import threads_each, train_in_processes
 from wheretolearn.online.records import ONLINE
 from wheretolearn.presets import Evaluate, Preset, Scale, load_preset, scale_named
 from wheretolearn.runs.folder import MAX_SEED, RunFolder
 from wheretolearn.runs.records import preset_of
 from wheretolearn.runs.results import check_savable, check_seeds, save_records
-
-RunThreads = Annotated[
-    int | None, typer.Option(help="CPU threads of each process; small networks are fastest with 1.", min=1)
-]
 
 
 def train(
@@ -65,7 +62,9 @@ def train(
     seeds: Annotated[int, typer.Option(help="Train this many runs of each preset, with seeds in a row.", min=1)] = 1,
     device: Device = "auto",
     workers: Workers = None,
-    threads: RunThreads = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of each process; small networks are fastest with 1.", min=1)
+    ] = None,
     tensorboard: TensorBoard = False,
 ) -> None:
     """Meta-train a model and its gradient mask. Stop it with Ctrl-C at any time; `resume` goes on exactly.
@@ -82,16 +81,25 @@ def train(
     places = free_places(run, names, numbers)
     for config in configs.values():
         _check(config, seed, device)
+    if device == "cpu":
+        threads = threads or threads_each(len(places), workers)
     with ExitStack() as folders:
         runs = [
             folders.enter_context(
                 RunFolder.create(
-                    place, to_dict(configs[name]), number, "fewshot", name, scale if name else None, tensorboard
+                    place,
+                    to_dict(configs[name]),
+                    number,
+                    "fewshot",
+                    name,
+                    scale if name else None,
+                    tensorboard,
+                    threads=threads,
                 )
             )
             for (name, number), place in places.items()
         ]
-        _continue(runs, device, workers, threads)
+        _continue(runs, device, workers)
 
 
 def resume(
@@ -101,22 +109,26 @@ def resume(
     ],
     device: Device = "auto",
     workers: Workers = None,
-    threads: RunThreads = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of each process; default: as many as they were begun with.", min=1)
+    ] = None,
 ) -> None:
     """Continue runs from their last checkpoints, as if they had never stopped.
 
-    On a CPU they end the same, bit for bit; on a GPU up to rounding.
+    On a CPU they have as many threads as before and end the same, bit for bit; on a GPU up to rounding.
     """
     device = chosen_device(device)
     with ExitStack() as folders:
         runs = [folders.enter_context(run) for run in runs_in(paths, wanted="unfinished")]
         check_open_files(len(runs), device, workers, any(run.tensorboard for run in runs))
+        if threads is not None:
+            _take_threads(runs, threads, device)
         if fewshot := [run for run in runs if run.protocol == "fewshot"]:
-            _continue(fewshot, device, workers, threads)
+            _continue(fewshot, device, workers)
         if others := [run for run in runs if run.protocol == "continual"]:
-            continual.take_to_the_end(others, device, workers, threads)
+            continual.take_to_the_end(others, device, workers)
         if others := [run for run in runs if run.protocol == "online"]:
-            online.take_to_the_end(others, device, workers, threads)
+            online.take_to_the_end(others, device, workers)
 
 
 def evaluate(
@@ -292,7 +304,7 @@ def _check(config: FewShotConfig, seed: int, device: str) -> None:
     load_start(config, learner.model)
 
 
-def _continue(runs: Sequence[RunFolder], device: str, workers: int | None, threads: int | None) -> None:
+def _continue(runs: Sequence[RunFolder], device: str, workers: int | None) -> None:
     totals = {run: from_dict(FewShotConfig, run.config, where=str(run.path)).outer_steps for run in runs}
     labels = labels_of(runs)
     try:
@@ -302,16 +314,25 @@ def _continue(runs: Sequence[RunFolder], device: str, workers: int | None, threa
                 bars.update(labels[run], step, values)
 
             if len(runs) > 1 and device == "cpu":
-                train_in_processes(
-                    runs, report, workers=workers, threads=threads, on_stop=announce_stop, notify=bars.note
-                )
+                train_in_processes(runs, report, workers=workers, on_stop=announce_stop, notify=bars.note)
             else:
-                set_threads(threads)
-                train_together(runs, report, device, announce_stop, bars.note)
+                with cpu.threads(runs[0].threads):
+                    train_together(runs, report, device, announce_stop, bars.note)
     finally:  # also where others failed or were stopped
         for run in runs:
             if finished(run):
                 typer.echo(_summary(run))
+
+
+def _take_threads(runs: Sequence[RunFolder], threads: int, device: str) -> None:
+    others = [str(run.path) for run in runs if run.threads not in (None, threads)]
+    if others and device == "cpu":
+        typer.echo(
+            f"{', '.join(others)}: begun with another number of threads, so the end may differ in the last digits",
+            err=True,
+        )
+    for run in runs:
+        run.threads = threads
 
 
 def _summary(run: RunFolder) -> str:

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from wheretolearn import cpu
 from wheretolearn.cli import streams
-from wheretolearn.cli.common import Device, TensorBoard, Workers, chosen_device, labels_of, set_threads
+from wheretolearn.cli.common import Device, TensorBoard, Workers, chosen_device, labels_of
 from wheretolearn.cli.progress import TrainingBars, announce_stop, progress_bar
 from wheretolearn.cli.streams import Record, Run, ScaleName, Seed, Seeds
 from wheretolearn.data.load import load_set
@@ -80,9 +81,7 @@ def online(
     )
 
 
-def take_to_the_end(
-    runs: Sequence[RunFolder], device: str, workers: int | None = None, threads: int | None = None
-) -> None:
+def take_to_the_end(runs: Sequence[RunFolder], device: str, workers: int | None = None) -> None:
     """Take runs to their ends, from their last checkpoints where they have any, and print what they measured."""
     try:
         failed = _pretrain(runs, device)
@@ -97,14 +96,13 @@ def take_to_the_end(
                     runs,
                     report,
                     workers=workers,
-                    threads=threads,
                     notify=bars.note,
                     on_stop=announce_stop,
                     failed=failed,
                 )
             else:
-                set_threads(threads or 1)
-                train_together(runs, report, device=device, notify=bars.note, on_stop=announce_stop, failed=failed)
+                with cpu.threads(runs[0].threads or 1):
+                    train_together(runs, report, device=device, notify=bars.note, on_stop=announce_stop, failed=failed)
     finally:  # also where others failed or were stopped
         streams.print_results(ONLINE, [run for run in runs if finished(run)])
 

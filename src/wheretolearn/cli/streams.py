@@ -86,7 +86,14 @@ def start(
         runs = [
             folders.enter_context(
                 RunFolder.create(
-                    place, to_dict(configs[name]), number, protocol.name, name, scale if name else None, tensorboard
+                    place,
+                    to_dict(configs[name]),
+                    number,
+                    protocol.name,
+                    name,
+                    scale if name else None,
+                    tensorboard,
+                    threads=1,
                 )
             )
             for (name, number), place in places.items()

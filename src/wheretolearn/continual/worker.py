@@ -17,7 +17,6 @@ def train_in_processes(
     report: Report,
     *,
     workers: int | None = None,
-    threads: int | None = None,
     on_stop: Callable[[], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> None:
@@ -36,7 +35,7 @@ def train_in_processes(
         report,
         finished=finished,
         at_once=at_once,
-        threads=threads or 1,
+        threads=1,
         notify=notify,
         on_stop=on_stop,
         failed=failed,

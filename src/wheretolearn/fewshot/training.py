@@ -64,10 +64,10 @@ def train_together(
 ) -> list[Learner]:
     """Carry the runs in these folders to their ends in one process, each from its last checkpoint if it has one.
 
-    Runs of the same shape are lanes of one engine; each ends as it would alone. ``on_stop`` is called when a signal
-    asks for a stop; the runs are then saved after the current step, and this ends with ``Stopped``. A run that fails
-    does not keep the others from their ends; the error comes last. ``at_once`` is how many runs share the machine,
-    if not just these.
+    Runs of the same shape are lanes of one engine; each ends as it would alone, on a CPU with as many threads.
+    ``on_stop`` is called when a signal asks for a stop; the runs are then saved after the current step, and this ends
+    with ``Stopped``. A run that fails does not keep the others from their ends; the error comes last. ``at_once`` is
+    how many runs share the machine, if not just these.
 
     The best model of each run by validation is left in ``model.safetensors`` and ``mask.safetensors``; files of the
     same names in ``best/2``, ``best/3`` ... hold the next best. ``model.safetensors`` is written last: where it is,

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from wheretolearn.fewshot.training import Report, finished, train
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
@@ -15,11 +17,10 @@ def train_in_processes(
     report: Report,
     *,
     workers: int | None = None,
-    threads: int | None = None,
     on_stop: Callable[[], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> None:
-    """Like ``train_together``, with ``workers`` processes of ``threads`` threads; by default they fill the cores."""
+    """Like ``train_together``, with ``workers`` processes; by default as many as there are cores."""
     at_once = min(len(runs), workers or environment.cores())
     train_in_workers(
         "wheretolearn.fewshot.worker",
@@ -28,10 +29,17 @@ def train_in_processes(
         finished=finished,
         options=[str(at_once)],
         at_once=at_once,
-        threads=threads or max(1, environment.cores() // at_once),
+        threads=threads_each(len(runs), workers),
         notify=notify,
         on_stop=on_stop,
     )
+
+
+def threads_each(runs: int, workers: int | None = None) -> int:
+    """So many that processes fill the cores; a run alone has what PyTorch takes by itself."""
+    if runs == 1:
+        return torch.get_num_threads()
+    return max(1, environment.cores() // min(runs, workers or environment.cores()))
 
 
 def _train_one(path: Path, at_once: int, teller: Teller) -> None:

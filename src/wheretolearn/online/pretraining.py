@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from wheretolearn import cpu
 from wheretolearn.config import to_dict
 from wheretolearn.data import image_set
 from wheretolearn.data.image_set import ImageSet, ImageSplit, data_root
@@ -160,7 +162,12 @@ def _train(
     on_stop: Callable[[], None] | None,
 ) -> None:
     begun = (folder / "run.json").exists()
-    with RunFolder.open(folder) if begun else RunFolder.create(folder, to_dict(settings), seed, "fewshot") as run:
+    if begun:
+        opened = RunFolder.open(folder)
+    else:
+        threads = torch.get_num_threads() if device == "cpu" else None
+        opened = RunFolder.create(folder, to_dict(settings), seed, "fewshot", threads=threads)
+    with opened as run, cpu.threads(run.threads):
         if finished(run):  # by the process that was waited for
             return
         try:

@@ -64,10 +64,10 @@ def train_together(
 ) -> None:
     """Take runs to their ends in one process, step by step in turn, each from its last checkpoint if it has one.
 
-    Each ends as it would alone. SIGINT or SIGTERM ends this with ``Stopped``, after saving. A run that fails does not
-    keep the others from their ends; the error comes last. ``at_once`` is how many runs share the machine, if not just
-    these; ``failed`` are those of them that cannot start. ``result.json`` is written last: where it is, the run is
-    finished.
+    Each ends as it would alone, on a CPU with as many threads. SIGINT or SIGTERM ends this with ``Stopped``, after
+    saving. A run that fails does not keep the others from their ends; the error comes last. ``at_once`` is how many
+    runs share the machine, if not just these; ``failed`` are those of them that cannot start. ``result.json`` is
+    written last: where it is, the run is finished.
     """
     for run in runs:
         run.lock()

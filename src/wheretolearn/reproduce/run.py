@@ -202,6 +202,7 @@ class _Work:
                     training.preset.name,
                     self.plan.scale,
                     self.tensorboard,
+                    threads=1 if self.device == "cpu" else None,
                 )
             except UserError as error:
                 if "in use" not in str(error) or time.monotonic() > deadline:

@@ -34,6 +34,8 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.info: dict[str, Any] = {}
+        # On a CPU a run ends the same only with as many threads; None where it does not matter, or is not known.
+        self.threads: int | None = None
         self._lock_file: BinaryIO | None = None
         self._metrics_file: FileIO | None = None
         self._events: EventFiles | None = None
@@ -48,11 +50,13 @@ class RunFolder:
         preset: str | None = None,
         scale: str | None = None,
         tensorboard: bool = False,
+        threads: int | None = None,
     ) -> "RunFolder":
         """Start a run in a new or empty folder and write run.json before anything else.
 
         ``preset`` names the preset that the config came from, and ``scale`` the one it was taken at.
-        With ``tensorboard`` the run writes event files too, now and whenever it is resumed.
+        With ``tensorboard`` the run writes event files too, now and whenever it is resumed. ``threads`` is how many
+        it has on a CPU, now and when it is resumed.
         """
         if not 0 <= seed <= MAX_SEED:
             raise ConfigError(f"a seed lies between 0 and {MAX_SEED}, not {seed}")
@@ -78,7 +82,9 @@ class RunFolder:
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
                 "argv": list(sys.argv),
                 "tensorboard": tensorboard,
+                "threads": threads,
             }
+            run.threads = threads
             write_json(run.path / _INFO, run.info)
         except OSError as error:
             run.close()
@@ -108,6 +114,9 @@ class RunFolder:
                 raise UserError(f"{file} is damaged: its {name} cannot be {run.info[name]!r}")
         if type(run.info.get("tensorboard", False)) is not bool:
             raise UserError(f"{file} is damaged: its tensorboard cannot be {run.info['tensorboard']!r}")
+        run.threads = run.info.get("threads")
+        if run.threads is not None and (type(run.threads) is not int or run.threads < 1):
+            raise UserError(f"{file} is damaged: its threads cannot be {run.threads!r}")
         return run
 
     @property

@@ -58,6 +58,7 @@ def train_in_workers(
     A process tells about one of several runs by its path in the values, as ``run``; without it, about all it has.
     What fails does not keep the others from their ends; the error comes last, with the runs that ``failed`` before.
     Runs of which their process told through ``tell_failure`` have that error; others that a process left, its own.
+    A process has the threads of its runs, or ``threads`` where they have no number.
     """
     names = {", ".join(str(run.path) for run in share): share for share in shares}
     by_path = {str(run.path): run for share in shares for run in share}
@@ -87,7 +88,7 @@ def train_in_workers(
     outcome = run_workers(
         {name: [module, *options, *(str(run.path) for run in share)] for name, share in names.items()},
         at_once=at_once,
-        threads=threads,
+        threads={name: share[0].threads or threads for name, share in names.items()},
         update=update,
         notify=notify,
         on_stop=on_stop,
@@ -136,7 +137,7 @@ def run_workers(
     commands: Mapping[str, Sequence[str]],
     *,
     at_once: int,
-    threads: int,
+    threads: Mapping[str, int],
     update: Callable[[str, int, Mapping[str, Any]], None],
     notify: Callable[[str], None] | None = None,
     on_stop: Callable[[], None] | None = None,
@@ -144,7 +145,7 @@ def run_workers(
     on_failure: Callable[[str, Sequence[str], UserError], None] | None = None,
     stop_on_failure: bool = False,
 ) -> Outcome:
-    """Run each command, a Python module with its arguments, in a process; ``at_once`` of them at a time.
+    """Run each command, a Python module with its arguments, in a process of its threads; ``at_once`` at a time.
 
     ``update`` gets the name of a worker and what it told through ``tell_step``, ``notify`` what through ``tell_note``.
     SIGINT and SIGTERM are passed on to the workers once; ``on_stop`` is called first. ``on_start`` gets the name of
@@ -177,7 +178,7 @@ def run_workers(
                     name = next(iter(waiting))
                     if on_start is not None:
                         on_start(name)
-                    working[name] = _Worker(waiting.pop(name), threads, name, messages)
+                    working[name] = _Worker(waiting.pop(name), threads[name], name, messages)
                 time.sleep(0.05)
                 ended = [name for name, worker in working.items() if worker.ended()]
                 pass_on()
