@@ -87,7 +87,7 @@ def test_pages_need_no_network(site):
 @one_build
 def test_equations_are_drawn_by_the_browser_itself(site):
     method = (site / "method.html").read_text()
-    assert method.count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') == 4
+    assert method.count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') == 5
     assert "\\nabla" not in re.sub(r"<annotation.*?</annotation>", "", method)
 
 

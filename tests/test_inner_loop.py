@@ -149,7 +149,7 @@ SUPPORT, QUERY = classification(*batch(1)), classification(*batch(2, 9))
 
 
 def unrolled(model, mask, step_of, steps, detach):
-    """Autograd through the whole inner loop; ``detach`` cuts second-order terms."""
+    """Autograd through the whole inner loop; ``detach`` cuts second-order terms, all of which come from gradients."""
     (xs, ys), (xq, yq) = batch(1), batch(2, 9)
     theta = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     raw = {n: m.detach().clone().requires_grad_() for n, m in mask.raw.items()}
@@ -161,7 +161,6 @@ def unrolled(model, mask, step_of, steps, detach):
         moved = {n: p - theta[n] for n, p in phi.items()}
         if detach:
             gradients = [g.detach() for g in gradients]
-            moved = {n: d.detach() for n, d in moved.items()}
         phi = {n: p - LR * step_of(raw, n, g, moved[n]) for (n, p), g in zip(phi.items(), gradients, strict=True)}
     loss = F.cross_entropy(functional_call(model, {**phi, **buffers}, (xq,)), yq)
     gradients = torch.autograd.grad(loss, [*theta.values(), *raw.values()])
@@ -272,18 +271,28 @@ def test_second_order_of_the_mask_equals_finite_differences(make):
             assert pulled[name].view(-1)[i].item() == pytest.approx((values[0] - values[1]) / 2e-6, abs=1e-7)
 
 
-def test_first_order_gradient_of_shrinkage_is_the_sum_of_displacements():
-    """d L / d lambda = -alpha g_out sum_k (phi_k - theta) / (1 + alpha lambda), k = 1 .. K."""
+def test_first_order_gradient_of_shrinkage_is_a_fading_sum_of_displacements():
+    """d L / d lambda = -alpha g_out sum_k (phi_k - theta) / (1 + alpha lambda)^(K - k + 1), k = 1 .. K."""
     model = network()
     mask = away_from_start(masks.shrinkage)(model).to(torch.float64)
     gradient = meta_gradient(adapt(model, mask, SUPPORT, steps=3, inner_lr=LR), QUERY)
-    paths = [adapt(model, mask, SUPPORT, steps=k, inner_lr=LR).parameters for k in (1, 2, 3)]
+    paths = {k: adapt(model, mask, SUPPORT, steps=k, inner_lr=LR).parameters for k in (1, 2, 3)}
     for name, parameter in model.named_parameters():
         strength = mask.raw[name].exp()
-        total = sum(path[name] - parameter.detach() for path in paths)
-        expected = -LR * gradient.theta[name] * total / (1 + LR * strength)
+        total = sum((path[name] - parameter.detach()) / (1 + LR * strength) ** (4 - k) for k, path in paths.items())
+        expected = -LR * gradient.theta[name] * total
         pulled = mask.pull_back(gradient.multipliers)[name]  # with respect to log lambda
         torch.testing.assert_close(pulled, expected * strength, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("log_strength", [-4.0, 4.6, 12.0])
+def test_first_order_gradient_of_shrinkage_equals_autograd_however_strong_the_pull(log_strength):
+    model = network()
+    mask = masks.shrinkage(model, init=masks.constant(log_strength)).to(torch.float64)
+    _, expected, _ = unrolled(model, mask, steps_of("shrinkage", mask), 35, detach=True)
+    found = mask.pull_back(meta_gradient(adapt(model, mask, SUPPORT, steps=35, inner_lr=LR), QUERY).multipliers)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-12)
 
 
 def test_shrinkage_stays_stable_where_a_plain_step_would_explode():

@@ -68,6 +68,14 @@ class TestContract:
         for name, update in updates(mask, mixed, {n: 2 * two[n] - one[n] for n in one}).items():
             torch.testing.assert_close(update, 2 * expected[0][name] - expected[1][name], rtol=1e-4, atol=1e-4)
 
+    def test_displacements_go_in_entry_by_entry(self, make):
+        model = small_network()
+        mask = perturbed(make(model))
+        still = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        one = {name: still[name].index_fill(0, torch.tensor(1), 1.0) for name in still}
+        for name, update in updates(mask, still, one).items():
+            assert (update[one[name] == 0] == 0).all()
+
     def test_elementwise_masks_multiply_entry_by_entry(self, make):
         model = small_network()
         mask = perturbed(make(model))

@@ -9,7 +9,8 @@ This is the readable path, for any ``nn.Module``; faster engines are tested agai
 First order (the default) needs no graph through the loop: with g_out the query gradient at phi_K,
 d L / d theta = g_out and d L / d multiplier = -inner_lr * g_out * sum_k g_in(k) (Eq. 5), so one running sum of inner
 gradients is kept and memory does not grow with the number of steps. Masks that are not elementwise take the same
-derivative of their step, at the sums of what went into it. Second order is a path of its own.
+derivative of their step, at the sums of what went into it; where a mask pulls weights back, older steps fade in these
+sums as they do in phi. Second order is a path of its own.
 """
 
 import copy
@@ -41,7 +42,7 @@ class Adapted:
     parameters: Tensors  # phi_K: every trainable parameter
     buffers: Tensors
     gradient_sum: Tensors  # sum of the inner gradients of each covered parameter; empty for fixed masks
-    moved_sum: Tensors  # sum of phi_k - theta before each step, for masks that use it
+    moved_sum: Tensors  # sum of phi_k - theta before each step, for masks that use it: there, both sums fade
     losses: Tensor  # [steps] support loss before each step
     inner_lr: float
     batch_norm: BatchNormMode
@@ -94,6 +95,7 @@ def adapt(
     start = {name: parameters[name].clone() for name in mask.names} if mask.uses_moved else {}
     gradient_sum = {name: _wide_zeros(parameters[name]) for name in mask.names} if mask.raw else {}
     moved_sum = {name: _wide_zeros(tensor) for name, tensor in start.items()}
+    kept = _kept(mask, multipliers, moved_sum, inner_lr) if mask.uses_moved else {}
     for name in mask.names:
         parameters[name].requires_grad_()
     losses = []
@@ -105,10 +107,11 @@ def adapt(
                 moved = {name: parameters[name] - tensor for name, tensor in start.items()}
                 for name, update in mask.updates(multipliers, gradients, moved, inner_lr).items():
                     parameters[name].sub_(update, alpha=inner_lr)
-                for name, total in gradient_sum.items():
-                    total.add_(gradients[name])
-                for name, total in moved_sum.items():
-                    total.add_(moved[name])
+                for sums, values in ((gradient_sum, gradients), (moved_sum, moved)):
+                    for name, total in sums.items():
+                        if name in kept:  # what d phi / d multiplier was before this step goes through its pull
+                            total.mul_(kept[name])
+                        total.add_(values[name])
             torch.clear_autocast_cache()  # it would go on using casts of the old weights
             losses.append(loss)
             del gradients  # before the next forward pass
@@ -352,6 +355,14 @@ def _leaving_as_it_was(model: nn.Module) -> Iterator[None]:
 def _wide_zeros(like: Tensor) -> Tensor:
     """Zeros in at least float32: a sum of many half-precision gradients would lose the small ones."""
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+@torch.no_grad()
+def _kept(mask: GradientMask, multipliers: Tensors, like: Tensors, inner_lr: float) -> Tensors:
+    """The share of phi - theta that a step without a gradient leaves: d phi_k+1 / d phi_k in first order."""
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    ones = {name: torch.ones_like(tensor) for name, tensor in like.items()}
+    return {name: 1 - inner_lr * pull for name, pull in mask.updates(multipliers, zeros, ones, inner_lr).items()}
 
 
 def check_adaptation(model: nn.Module, mask: GradientMask, steps: int, inner_lr: float) -> None:

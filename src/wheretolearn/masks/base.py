@@ -56,7 +56,7 @@ class GradientMask(ABC):
         """What an inner step takes off each covered parameter, before its factor ``lr`` (the inner learning rate).
 
         Must be linear in ``gradients`` and ``moved`` (phi - theta, empty unless ``uses_moved``): the first-order
-        meta-gradient is taken at their sums over all steps.
+        meta-gradient is taken at their sums over all steps. With ``uses_moved`` it must also go entry by entry.
         """
         return {name: multipliers[name] * gradient for name, gradient in gradients.items()}  # Eq. 4
 

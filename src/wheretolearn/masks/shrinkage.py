@@ -19,7 +19,7 @@ class ShrinkageMask(GradientMask):
     A plain gradient step of rate alpha on that term diverges where alpha * lambda > 2, so the step is proximal
     (implicit in the new term), which is stable for every lambda and nearly the plain one where alpha * lambda is
     small: phi' - theta = (phi - theta - alpha g) / (1 + alpha lambda). Hence, in first order,
-    d L / d lambda = -alpha g_out sum_k (phi_k - theta) / (1 + alpha lambda), k = 1 .. K.
+    d L / d lambda = -alpha g_out sum_k (phi_k - theta) / (1 + alpha lambda)^(K - k + 1), k = 1 .. K.
 
     Multipliers are variances 1 / lambda: no weight moves further than this times its largest gradient.
     """
