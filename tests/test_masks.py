@@ -335,6 +335,22 @@ def test_loaded_tensors_are_copied_in_place():
     assert torch.equal(held, one.raw["0.weight"])
 
 
+def test_tensors_can_be_loaded_where_raw_parameters_require_gradients():
+    model = nn.Linear(3, 3)
+    one, two = (masks.binary(model, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    for m in two.parameters():
+        m.requires_grad_()
+    two.load_tensors(one.tensors())
+    assert torch.equal(two.raw["weight"], one.raw["weight"])
+    assert two.raw["weight"].requires_grad
+
+
+@pytest.mark.parametrize("make", [masks.binary, masks.exp, masks.shrinkage])
+def test_an_initialisation_of_the_wrong_shape_is_refused(make):
+    with pytest.raises(ConfigError, match=r"of shape \(1,\) for weight: it must have \(3, 2\)"):
+        make(nn.Linear(2, 3), init=lambda shape, generator: torch.zeros(1))
+
+
 def test_a_half_precision_model_gets_a_float32_mask():
     mask = masks.binary(nn.Linear(3, 3).to(torch.bfloat16))
     assert mask.raw["weight"].dtype is torch.float32

@@ -79,8 +79,9 @@ class GradientMask(ABC):
         """Copy stored ``tensors()`` into this mask, in place, so that optimizers keep their hold on them."""
         own = self.tensors()
         check_shapes({n: t.shape for n, t in tensors.items()}, {n: t.shape for n, t in own.items()}, "mask")
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+        with torch.no_grad():  # raw parameters may require gradients
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
 
     def parameters(self) -> Iterator[Tensor]:
         """The raw parameters, for an outer optimizer."""

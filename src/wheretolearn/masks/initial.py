@@ -67,7 +67,10 @@ def raw_parameters(
     parameters = dict(model.named_parameters())
     raw = {}
     for name in names:
-        m = init(parameters[name].shape, generator)
+        shape = parameters[name].shape
+        m = init(shape, generator)
+        if m.shape != shape:
+            raise ConfigError(f"init gave a tensor of shape {tuple(m.shape)} for {name}: it must have {tuple(shape)}")
         if initial_sparsity is not None:
             m = shifted_to_sparsity(m, initial_sparsity)
         raw[name] = m.to(parameters[name].device, raw_dtype(parameters[name]))
