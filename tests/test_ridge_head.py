@@ -136,3 +136,16 @@ def test_mistakes():
         with_ridge_head(nn.Linear(2, 2), 2)
     with pytest.raises(ConfigError, match=r"regularisation .* greater than 0"):
         RidgeHead(WAYS, regularisation=0.0)
+    with pytest.raises(ConfigError, match="1 way or more, not 0"):
+        with_ridge_head(Network(), 0)
+    for labels in (y + 1, y - 1, y + 0.5):
+        with pytest.raises(ConfigError, match="3 ways must be whole numbers from 0 to 2"):
+            ridge_logits(network(), x, labels, x)
+    with pytest.raises(ConfigError, match="2 ways must be whole numbers from 0 to 1"):
+        ridge_logits(network(), x, y, x, ways=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_labels_may_be_whole_numbers_of_any_type(dtype):
+    x, y = batch(1, 6)
+    assert torch.equal(ridge_logits(network(), x, y.to(dtype), x), ridge_logits(network(), x, y, x))

@@ -21,6 +21,8 @@ class RidgeHead(nn.Module):
     """
 
     def __init__(self, ways: int, regularisation: float = 50.0, initial_scale: float = 10.0) -> None:
+        if ways < 1:
+            raise ConfigError(f"a ridge head needs 1 way or more, not {ways}")
         for name, value in (("regularisation", regularisation), ("initial_scale", initial_scale)):
             if not value > 0:
                 raise ConfigError(f"{name} of a ridge head must be greater than 0, not {value}")
@@ -65,13 +67,20 @@ def _solved_weight(model: nn.Module, inputs: Tensor, labels: Tensor, ways: int |
     head = getattr(model, "head", None)
     if not isinstance(head, RidgeHead):
         raise ConfigError("this model's head is not a ridge head: make one with with_ridge_head(model, ways)")
+    targets = _one_hot(labels, head.ways if ways is None else ways)
     features = model(inputs)
     features = features.to(torch.promote_types(features.dtype, torch.float32))
-    targets = F.one_hot(labels, head.ways if ways is None else ways).to(features.dtype)
     with torch.autocast(features.device.type, enabled=False):
         # As many unknowns as support images, of which there are few: (X X' + regularisation I) A = Y, W' = X' A.
         gram = features @ features.T
         gram = gram + head.regularisation * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        coefficients: Tensor = torch.linalg.solve(gram, targets)
+        coefficients: Tensor = torch.linalg.solve(gram, targets.to(gram.dtype))
         weight: Tensor = head.log_scale.exp() * (coefficients.T @ features)
         return weight
+
+
+def _one_hot(labels: Tensor, ways: int) -> Tensor:
+    numbers = labels.long()
+    if labels.is_floating_point() or bool(((numbers < 0) | (numbers >= ways)).any()):
+        raise ConfigError(f"the labels for a ridge head of {ways} ways must be whole numbers from 0 to {ways - 1}")
+    return F.one_hot(numbers, ways)
