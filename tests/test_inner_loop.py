@@ -790,6 +790,30 @@ def test_a_mask_of_another_model_is_refused():
         adapt(nn.Linear(4, 2), masks.binary(nn.Linear(3, 2)), SUPPORT, steps=1, inner_lr=1.0)
 
 
+@pytest.mark.parametrize("unfrozen", [True, False])
+def test_a_mask_made_before_parameters_were_unfrozen_or_covered_ones_frozen_is_refused(unfrozen):
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    model[0].requires_grad_(not unfrozen)
+    mask = masks.binary(model)
+    model[0].requires_grad_(unfrozen)
+    known, found = r"0\.weight of shape \(3, 4\)", r"no trainable 0\.weight"
+    known, found = (found, known) if unfrozen else (known, found)
+    with pytest.raises(MismatchError, match=rf"made for {known}, the model has {found}\. Make it anew"):
+        adapt(model, mask, classification(x, y), steps=1, inner_lr=0.1)
+    with pytest.raises(MismatchError, match="Make it anew"):
+        second_order_meta_gradient(model, mask, classification(x, y), classification(x, y), steps=1, inner_lr=0.1)
+
+
+def test_what_a_mask_does_not_cover_may_be_frozen_later():
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    mask = masks.binary(model, "head")
+    model[0].requires_grad_(False)
+    accumulate(adapt(model, mask, classification(x, y), steps=1, inner_lr=0.1), classification(x, y))
+    assert model[0].weight.grad is None
+
+
 class TestBatchNorm:
     def test_batch_mode_uses_the_query_batch(self):
         model = network()

@@ -379,12 +379,15 @@ def _theta(model: nn.Module, mask: GradientMask) -> Tensors:
 
 def _check_mask(model: nn.Module, mask: GradientMask) -> None:
     shapes = trainable_shapes(model)
-    for name in mask.names:
-        if shapes.get(name) != mask.shapes[name]:
-            found = f"shape {tuple(shapes[name])}" if name in shapes else "no such trainable parameter"
+    for name in (*mask.names, *shapes):  # what is frozen later and not covered is closed, as the mask says
+        if mask.shapes.get(name) != shapes.get(name):
+            known, found = (
+                f"{name} of shape {tuple(of[name])}" if name in of else f"no trainable {name}"
+                for of in (mask.shapes, shapes)
+            )
             raise MismatchError(
-                f"the mask was made for another model: it covers {name} of shape {tuple(mask.shapes[name])}, "
-                f"the model has {found}"
+                "the mask was made for another model, or before parameters were frozen or unfrozen: "
+                f"it was made for {known}, the model has {found}. Make it anew for the model as it is now"
             )
 
 
