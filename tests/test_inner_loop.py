@@ -360,6 +360,42 @@ def test_accumulate_fills_grad_for_torch_optimizers_and_adds_up():
     torch.testing.assert_close(mask.raw["0.weight"].grad, 3 * mask.pull_back(expected.multipliers)["0.weight"])
 
 
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda model: masks.generated(model, latent_size=6), lambda mask: mask.resample()),
+        (masks.rows, lambda mask: mask.resample()),
+        (masks.exp, lambda mask: mask.raw["4.weight"].add_(1.0)),
+        (masks.shrinkage, lambda mask: mask.load_tensors(mask.tensors())),
+        (masks.binary, lambda mask: torch.optim.Adam(mask.parameters()).step()),
+    ],
+)
+def test_a_mask_that_has_changed_since_is_refused(make, change):
+    model = network()
+    mask = make(model)
+    adapted = adapt(model, mask, SUPPORT, steps=1, inner_lr=LR)
+    accumulate(adapted, QUERY)
+    change(mask)
+    for function in (meta_gradient, accumulate):
+        with pytest.raises(MismatchError, match="before the mask is resampled, loaded or updated by an optimizer"):
+            function(adapted, QUERY)
+    accumulate(adapt(model, mask, SUPPORT, steps=1, inner_lr=LR), QUERY)
+
+
+def test_several_tasks_may_be_adapted_to_before_their_gradients_are_taken():
+    model = network()
+    mask = masks.generated(model, latent_size=6).to(torch.float64)
+    optimizer = torch.optim.Adam([*model.parameters(), *mask.parameters()])
+    for _ in range(2):
+        optimizer.zero_grad()
+        mask.resample()
+        mask.sparsity()
+        for adapted in [adapt(model, mask, SUPPORT, steps=1, inner_lr=LR) for _ in range(2)]:
+            accumulate(adapted, QUERY)
+            meta_gradient(adapted, QUERY)
+        optimizer.step()
+
+
 def test_one_loss_per_step():
     model = network()
     mask = masks.fixed(model)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wheretolearn import batch_norm
 from wheretolearn.batch_norm import BatchNormMode
 from wheretolearn.errors import MismatchError
-from wheretolearn.inner_loop import Adapted, network_with, theta_version
+from wheretolearn.inner_loop import Adapted, network_with, version
 from wheretolearn.storage import check_shapes, load_weights, save_weights
 
 
@@ -34,7 +34,7 @@ class SparseDelta:
 
     @classmethod
     def of(cls, adapted: Adapted) -> Self:
-        if theta_version(adapted.model) != adapted.theta_version:
+        if version(adapted.model.parameters()) != adapted.theta_version:
             raise MismatchError(
                 "the model's weights have changed since it was adapted: take the delta before the optimizer's step"
             )

@@ -14,7 +14,7 @@ sums as they do in phi. Second order is a path of its own.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -47,6 +47,7 @@ class Adapted:
     inner_lr: float
     batch_norm: BatchNormMode
     theta_version: int  # tells whether the model's weights have changed since
+    mask_version: int
 
     def evaluate(self, loss: Loss) -> Tensor:
         """Any function of the adapted network (a loss, predictions), as the query pass sees it; no gradient."""
@@ -128,17 +129,23 @@ def adapt(
         losses=torch.stack(losses) if losses else torch.empty(0),
         inner_lr=inner_lr,
         batch_norm=batch_norm_mode,
-        theta_version=theta_version(model),
+        theta_version=version(model.parameters()),
+        mask_version=version(mask.tensors().values()),
     )
 
 
-def theta_version(model: nn.Module) -> int:
-    """A number that grows with every change in place of the model's parameters."""
-    return sum(parameter._version for parameter in model.parameters())
+def version(tensors: Iterable[Tensor]) -> int:
+    """A number that grows with every change of the tensors in place."""
+    return sum(tensor._version for tensor in tensors if not tensor.is_inference())  # those count no changes
 
 
 def meta_gradient(adapted: Adapted, query_loss: Loss) -> MetaGradient:
     """First-order gradient of the query loss with respect to theta and the mask's multipliers, in closed form."""
+    if version(adapted.mask.tensors().values()) != adapted.mask_version:
+        raise MismatchError(
+            "the mask has changed since the model was adapted with it, and the gradient would be wrong: take it "
+            "before the mask is resampled, loaded or updated by an optimizer, or adapt anew"
+        )
     parameters = {name: p.detach().requires_grad_() for name, p in adapted.parameters.items()}
     with torch.enable_grad():
         function = _with_gradients(query_loss, parameters, tuple(parameters), must_depend=True)
