@@ -770,6 +770,36 @@ def test_a_query_loss_that_does_not_depend_on_the_network_is_an_error():
             second_order_meta_gradient(model, masks.fixed(model), loss, loss, steps=0, inner_lr=0.5)
 
 
+@pytest.mark.parametrize("select", ["all", "head"])
+def test_a_support_loss_that_does_not_depend_on_the_network_is_an_error(select):
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    mask, other, good = masks.binary(model, select), nn.Linear(4, 2), classification(x, y)
+    bad = (lambda net: good(net).detach(), lambda net: good(other), lambda net: torch.zeros(()))
+    for loss in bad:
+        with pytest.raises(ConfigError, match="the support loss does not depend on the weights of the network"):
+            adapt(model, mask, [good, loss], steps=2, inner_lr=0.1)
+        with pytest.raises(ConfigError, match="the support loss does not depend on the weights of the network"):
+            second_order_meta_gradient(model, mask, loss, good, steps=1, inner_lr=0.1)
+        adapt(model, masks.fixed(model, "none"), loss, steps=1, inner_lr=0.1)
+
+
+def test_a_support_loss_may_leave_out_what_the_mask_covers():
+    """As where layers are skipped at random, or steps have losses of their own."""
+    torch.manual_seed(0)
+    model = Unusual().eval()
+    x, y = torch.randn(6, 4), torch.tensor([0, 1] * 3)
+    mask, whole = masks.fixed(model, "head"), classification(x, y)
+    losses = [lambda net: net.features(x).square().mean(), whole]
+    adapted = adapt(model, mask, losses, steps=2, inner_lr=0.1)
+    assert adapted.buffers["calls"] == 2
+    once = adapt(model, mask, whole, steps=1, inner_lr=0.1)
+    assert torch.equal(adapted.parameters["head.weight"], once.parameters["head.weight"])
+    second = second_order_meta_gradient(model, mask, losses, whole, steps=2, inner_lr=0.1)
+    expected = second_order_meta_gradient(model, mask, whole, whole, steps=1, inner_lr=0.1)
+    torch.testing.assert_close(second.theta, expected.theta)
+
+
 def test_clipping_bounds_gradients_whose_norm_half_precision_cannot_hold():
     gradients = clipped({"w": torch.full((400, 400), 300.0, dtype=torch.float16)}, 400.0)
     assert gradients["w"].dtype == torch.float16

@@ -102,7 +102,7 @@ def adapt(
     losses = []
     with torch.enable_grad(), batch_norm.normalising(model, by_batch=batch_norm_mode != "running"):
         for step_loss in step_losses:
-            loss, gradients = run_with(model, parameters, buffers, _with_gradients(step_loss, parameters, mask.names))
+            loss, gradients = _inner_pass(model, parameters, buffers, step_loss, mask.names)
             gradients = clipped(gradients, clip_norm)
             with torch.no_grad():
                 moved = {name: parameters[name] - tensor for name, tensor in start.items()}
@@ -148,8 +148,9 @@ def meta_gradient(adapted: Adapted, query_loss: Loss) -> MetaGradient:
         )
     parameters = {name: p.detach().requires_grad_() for name, p in adapted.parameters.items()}
     with torch.enable_grad():
-        function = _with_gradients(query_loss, parameters, tuple(parameters), must_depend=True)
-        loss, outer = adapted._query(function, parameters)
+        loss, found = adapted._query(_with_gradients(query_loss, parameters, tuple(parameters)), parameters)
+    _must_depend(found, "query")
+    outer = _filled(found, parameters, tuple(parameters))
     return MetaGradient(loss, theta=outer, multipliers=_multiplier_gradients(adapted, outer))
 
 
@@ -193,8 +194,8 @@ def second_order_meta_gradient(
     with torch.enable_grad(), _no_recomputation():
         with batch_norm.normalising(model, by_batch=batch_norm_mode != "running"):
             for step_loss in step_losses:
-                loss = run_with(model, parameters, buffers, step_loss)
-                gradients = clipped(_gradients(loss, parameters, mask.names, create_graph=True), clip_norm)
+                _, gradients = _inner_pass(model, parameters, buffers, step_loss, mask.names, create_graph=True)
+                gradients = clipped(gradients, clip_norm)
                 moved = {name: parameters[name] - theta[name] for name in mask.names} if mask.uses_moved else {}
                 for name, update in mask.updates(multipliers, gradients, moved, inner_lr).items():
                     parameters[name] = parameters[name] - (inner_lr * update).to(parameters[name].dtype)
@@ -205,7 +206,9 @@ def second_order_meta_gradient(
         leaves = {f"theta.{n}": t for n, t in theta.items()}
         if learned:
             leaves |= {f"multiplier.{n}": t for n, t in multipliers.items()}
-        gradients = _gradients(loss, leaves, tuple(leaves), must_depend=True)
+        found = _gradients(loss, leaves, tuple(leaves))
+    _must_depend(found, "query")
+    gradients = _filled(found, leaves, tuple(leaves))
     return MetaGradient(
         loss.detach(),
         theta={name: gradients[f"theta.{name}"] for name in theta},
@@ -419,17 +422,34 @@ def _losses_by_step(loss: Loss | Sequence[Loss], steps: int) -> Sequence[Loss]:
     return loss
 
 
+def _inner_pass(
+    model: nn.Module,
+    parameters: Tensors,
+    buffers: Tensors,
+    loss: Loss,
+    names: Sequence[str],
+    create_graph: bool = False,
+) -> tuple[Tensor, Tensors]:
+    """A support loss and its gradients: it may leave out what is covered, but not all of the network's weights."""
+    value, gradients = run_with(model, parameters, buffers, _with_gradients(loss, parameters, names, create_graph))
+    if names and not gradients:  # what is not covered has no graph in this pass
+        leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        _must_depend(run_with(model, leaves, copies, _with_gradients(loss, leaves, tuple(leaves)))[1], "support")
+    return value, _filled(gradients, parameters, names)
+
+
 def _with_gradients(
-    loss: Loss, parameters: Mapping[str, Tensor], names: Sequence[str], must_depend: bool = False
+    loss: Loss, parameters: Mapping[str, Tensor], names: Sequence[str], create_graph: bool = False
 ) -> Callable[[nn.Module], tuple[Tensor, Tensors]]:
-    """A function that gives a loss and its gradients.
+    """A function that gives a loss and its ``_gradients``.
 
     The backward pass belongs inside: what recomputes activations there (checkpointing) must meet the same weights.
     """
 
     def loss_and_gradients(network: nn.Module) -> tuple[Tensor, Tensors]:
         value = loss(network)
-        gradients = _gradients(value, parameters, names, must_depend=must_depend)
+        gradients = _gradients(value, parameters, names, create_graph)
         return value.detach(), gradients
 
     return loss_and_gradients
@@ -452,33 +472,32 @@ def _no_recomputation() -> Iterator[None]:
 
 
 def _gradients(
-    loss: Tensor,
-    parameters: Mapping[str, Tensor],
-    names: Sequence[str],
-    create_graph: bool = False,
-    must_depend: bool = False,
+    loss: Tensor, parameters: Mapping[str, Tensor], names: Sequence[str], create_graph: bool = False
 ) -> Tensors:
-    """Gradients by name; zero for a parameter that the loss does not use. It ``must_depend`` on one at least."""
+    """Gradients by name, of those parameters that the loss uses."""
     if not isinstance(loss, Tensor):
         raise ConfigError(f"a loss must be a tensor, this one is a {type(loss).__name__}: do not call .item() on it")
     if loss.dim() != 0:
         raise ConfigError(f"a loss must be a single number, this one has shape {tuple(loss.shape)}: take its mean")
-    if not names:
+    if not names or not loss.requires_grad:
         return {}
-    values: Sequence[Tensor | None] = [None] * len(names)
-    if loss.requires_grad:
-        wanted = [parameters[name] for name in names]
-        values = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
-    if must_depend and all(value is None for value in values):
+    wanted = [parameters[name] for name in names]
+    values = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
+    # A sparse embedding has sparse gradients; masks and sums are dense.
+    return {name: value.to_dense() for name, value in zip(names, values, strict=True) if value is not None}
+
+
+def _filled(gradients: Tensors, parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensors:
+    """Zero for the parameters that a loss does not use."""
+    return {name: gradients[name] if name in gradients else torch.zeros_like(parameters[name]) for name in names}
+
+
+def _must_depend(gradients: Tensors, kind: str) -> None:
+    if not gradients:
         raise ConfigError(
-            "the query loss does not depend on the weights of the network that it is given: "
+            f"the {kind} loss does not depend on the weights of the network that it is given: "
             "is it computed without gradients, detached, or from another network?"
         )
-    # A sparse embedding has sparse gradients; masks and sums are dense.
-    return {
-        name: torch.zeros_like(parameters[name]) if value is None else value.to_dense()
-        for name, value in zip(names, values, strict=True)
-    }
 
 
 def clipped(gradients: Tensors, clip_norm: float | None) -> Tensors:
