@@ -238,6 +238,21 @@ def test_second_order_maml_equals_finite_differences():
     assert not torch.allclose(first_order.theta["0.weight"], gradient.theta["0.weight"], atol=1e-4)
 
 
+def test_second_order_goes_through_attention():
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=0.0, batch_first=True)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 2)).double()
+    x, y = torch.randn(5, 3, 4).double(), torch.tensor([0, 1, 0, 1, 0])
+    mask, loss, step = masks.fixed(model), classification(x, y), {"steps": 2, "inner_lr": LR}
+    gradient = second_order_meta_gradient(model, mask, loss, loss, **step).theta["0.self_attn.in_proj_weight"]
+    weight, values = model[0].self_attn.in_proj_weight, []
+    for sign in (1, -1):
+        weight.data[9, 2] += sign * 1e-6
+        values.append(adapt(model, mask, loss, **step).evaluate(loss).item())
+        weight.data[9, 2] -= sign * 1e-6
+    assert gradient[9, 2].item() == pytest.approx((values[0] - values[1]) / 2e-6, abs=1e-7)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wheretolearn import batch_norm
 from wheretolearn.batch_norm import BatchNormMode
@@ -191,7 +192,8 @@ def second_order_meta_gradient(
     multipliers = {name: m.detach().clone().requires_grad_(learned) for name, m in mask.multipliers().items()}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     parameters = dict(theta)
-    with torch.enable_grad(), _no_recomputation():
+    # Of the ways to attend, only plain products have second derivatives.
+    with torch.enable_grad(), _no_recomputation(), sdpa_kernel(SDPBackend.MATH):
         with batch_norm.normalising(model, by_batch=batch_norm_mode != "running"):
             for step_loss in step_losses:
                 _, gradients = _inner_pass(model, parameters, buffers, step_loss, mask.names, create_graph=True)
