@@ -90,8 +90,11 @@ def in_the_usual_order(model: nn.Module) -> nn.Module:
 
 
 def lanes_of(tasks: Sequence[Task], steps: int, device: str, optimizer: type[torch.optim.Optimizer]) -> list[Lane]:
-    """One learner on all tasks."""
-    model = models.build("conv4", width=64, seed=0).to(device).to(memory_format=torch.channels_last)
+    """One learner on all tasks, laid out in memory as their images are."""
+    images = tasks[0].support_inputs
+    last = images.is_contiguous(memory_format=torch.channels_last)
+    model = models.build("conv4", width=64, seed=0).to(device)
+    model = model.to(memory_format=torch.channels_last if last else torch.contiguous_format)
     mask = masks.binary(model, generator=torch.Generator().manual_seed(0))
     settings = {"capturable": device == "cuda"} if optimizer is torch.optim.Adam else {}
     outer = optimizer([*model.parameters(), *mask.parameters()], lr=1e-3, **settings)
@@ -163,7 +166,7 @@ def measurements(device: str, count: int, steps: int) -> list[tuple[str, Callabl
             ),
             (
                 "engine of choice: Conv4 without autograd",
-                lambda: engine_loop("auto", last, steps, device, "float32"),
+                lambda: engine_loop("auto", nchw, steps, device, "float32"),  # it lays its own tensors out
             ),
         ]
     return [plain] + [
