@@ -127,6 +127,17 @@ def test_a_new_run_is_left_out_and_alone_it_is_an_error(runs_folder: Path, tmp_p
             run_sections([new], notes.append)
 
 
+def test_of_many_new_runs_some_are_named(runs_folder: Path, tmp_path: Path) -> None:
+    old = RunFolder.open(runs_folder / "fewshot-fixed-seed0")
+    new = [RunFolder.create(tmp_path / f"new{seed}", old.config, seed, "fewshot") for seed in range(5)]
+    for run in new:
+        run.close()
+    notes: list[str] = []
+    run_sections([old, *new], notes.append)
+    named = ", ".join(str(run.path) for run in new[:3])
+    assert notes == [f"{named} and 2 more have measured nothing yet and are left out"]
+
+
 def test_damaged_measurements_are_named(runs_folder: Path, tmp_path: Path) -> None:
     with RunFolder.create(
         tmp_path / "run", RunFolder.open(runs_folder / "fewshot-fixed-seed0").config, 0, "fewshot"

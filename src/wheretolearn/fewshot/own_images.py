@@ -11,7 +11,6 @@ import difflib
 import io
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +41,7 @@ from wheretolearn.inner_loop import adapt
 from wheretolearn.ridge_head import solved_head
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.storage import atomic_write, check_shapes, load_weights, save_weights, write_json
+from wheretolearn.wording import as_text, some
 
 PASS_IMAGES = 256  # query images that go through the network together
 SUPPORT_LIMIT = 1000  # every inner step holds all support images in memory
@@ -152,9 +152,9 @@ class Outcome:
             for image in self.predictions.images
         ]
         return {
-            "run": _text(self.run),
-            "support": _text(self.support),
-            "query": _text(self.query),
+            "run": as_text(self.run),
+            "support": as_text(self.support),
+            "query": as_text(self.query),
             "support_images": self.support_counts,
             "inner_steps": self.steps,
             "batch_norm": self.network.config.batch_norm,
@@ -324,7 +324,7 @@ def _predict(
             if not shares.isfinite().all():
                 raise NonFiniteError("the adapted network's outputs are not finite: take fewer --steps")
             probabilities |= dict(zip(whole, map(tuple, shares.tolist()), strict=True))
-    left_out = tuple(LeftOut(images[index][1], _text(str(unreadable[index]))) for index in sorted(unreadable))
+    left_out = tuple(LeftOut(images[index][1], as_text(str(unreadable[index]))) for index in sorted(unreadable))
     if not probabilities:
         raise unreadable[min(unreadable)]
     notes = notes + _reading_notes(left_out, blank, shallow)
@@ -396,11 +396,11 @@ def _reading_notes(left_out: Sequence[LeftOut], blank: Sequence[Path], shallow: 
         notes.append(f"left out: {left_out[0].reason}{others}")
     if blank:
         others = f" and {len(blank) - 1} more are" if len(blank) > 1 else " is"
-        notes.append(f"{_text(blank[0])}{others} blank: every pixel is the same")
+        notes.append(f"{as_text(blank[0])}{others} blank: every pixel is the same")
     if shallow:
         others = f" and {len(shallow) - 1} more are" if len(shallow) > 1 else " is"
         notes.append(
-            f"{_text(shallow[0])}{others} almost black: 16-bit with values below {SHALLOW} of 65535; "
+            f"{as_text(shallow[0])}{others} almost black: 16-bit with values below {SHALLOW} of 65535; "
             "if they hold 10, 12 or 14 bits, scale them to the whole range first"
         )
     return notes
@@ -421,7 +421,7 @@ def _listing(folder: Path, notes: list[str]) -> _Listing:
         raise DataError(f"{folder} is a file: give the folder that holds the images")
     try:
         children, loose, links = subfolders(folder), _image_files(folder), _dead_links(folder)
-        classes = {_text(child.name): sorted(_image_files(child) + _dead_links(child)) for child in children}
+        classes = {as_text(child.name): sorted(_image_files(child) + _dead_links(child)) for child in children}
         nested = [inner for child in children for inner in subfolders(child)]
         every = [entry for place in (folder, *children) for entry in place.iterdir()]
     except OSError as error:
@@ -441,7 +441,7 @@ def _listing(folder: Path, notes: list[str]) -> _Listing:
     taken = {*children, *loose, *links, *(file for files in classes.values() for file in files)}
     others = sorted(entry.name for entry in every if entry not in taken and not is_hidden(entry.name))
     if others:
-        notes.append(f"{folder}: files that are no images by their suffix were left out ({_some(others)})")
+        notes.append(f"{folder}: files that are no images by their suffix were left out ({some(others)})")
     return _Listing(classes, loose, links)
 
 
@@ -518,23 +518,13 @@ def _query_images(folder: Path, classes: Sequence[str]) -> tuple[list[tuple[Path
             )
     empty = [name for name, files in listing.classes.items() if not files]
     if empty:
-        notes.append(f"{folder}: no images in {_some(empty)}")
+        notes.append(f"{folder}: no images in {some(empty)}")
     images: list[tuple[Path, str, str | None]] = [
-        (file, _text(file.name), None) for file in sorted(listing.loose + listing.links)
+        (file, as_text(file.name), None) for file in sorted(listing.loose + listing.links)
     ]
     for name, files in listing.classes.items():
-        images += [(file, f"{name}/{_text(file.name)}", name) for file in files]
+        images += [(file, f"{name}/{as_text(file.name)}", name) for file in files]
     return images, notes
-
-
-def _some(names: Sequence[str], shown: int = 3) -> str:
-    names = [_text(name) for name in names]
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
-
-
-def _text(name: Path | str) -> str:
-    """A file's name as text that can be stored; names that are not UTF-8 are shown with replacement signs."""
-    return os.fsencode(name).decode("utf-8", "replace")
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:

@@ -21,6 +21,7 @@ from wheretolearn.report.sections import Section, gallery
 from wheretolearn.reproduce.protocols import PROTOCOLS, config_of
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.storage import read_json
+from wheretolearn.wording import some
 
 Notify = Callable[[str], None]
 PLAIN = ("delay, steps",)  # measures that are no shares
@@ -39,18 +40,19 @@ class _Kind:
 
 def run_sections(runs: Sequence[RunFolder], notify: Notify) -> list[Section]:
     """One section for each stream that runs learn from, and one about the runs themselves."""
-    sections, shown = [], []
+    sections, shown, empty = [], [], []
     for protocol, kind in KINDS.items():
-        own = [kind.module.read_run(run) for run in runs if run.protocol == protocol]
-        for run in own:
-            if not kind.begun(run):
-                notify(f"{run.folder.path} has measured nothing yet and is left out")
-        own = [run for run in own if kind.begun(run)]
+        read = [kind.module.read_run(run) for run in runs if run.protocol == protocol]
+        own = [run for run in read if kind.begun(run)]
+        empty += [run.folder.path for run in read if not kind.begun(run)]
         shown += [run.folder for run in own]
         streams: dict[str, list[Any]] = {}
         for run in own:
             streams.setdefault(kind.stream(run.config), []).append(run)
         sections += [_stream_section(kind, stream, found, notify) for stream, found in streams.items()]
+    if empty:
+        what = "has measured nothing yet and is" if len(empty) == 1 else "have measured nothing yet and are"
+        notify(f"{some(empty)} {what} left out")
     if not shown:
         raise UserError("nothing to report yet: none of these runs has measured anything")
     return [*sections, Section("The runs", [_details(shown)])]

@@ -3,7 +3,7 @@
 import json
 import statistics
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -29,6 +29,7 @@ from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.records import record_name
 from wheretolearn.runs.results import ResultRecord, check_savable
 from wheretolearn.version import __version__
+from wheretolearn.wording import some
 
 State = Literal["missing", "begun", "finished"]
 FEWSHOT_LANES = 6  # runs of several trainings that share a GPU at the most: more would hardly be faster
@@ -194,10 +195,10 @@ def check_data(plan: Plan) -> None:
     lines = []
     for name, rows in absent.items():
         unique = sorted(set(rows))
-        which = "every row" if set(unique) >= everything else _some(unique)
+        which = "every row" if set(unique) >= everything else some(unique, most=6)
         lines.append(f"{name} is needed for {which}: `wheretolearn data get {name}`")
     if left := sorted(everything - {row for rows in absent.values() for row in rows}):
-        lines.append(f"what can be run now, with --rows: {_some(left)}")
+        lines.append(f"what can be run now, with --rows: {some(left, most=6)}")
     raise DataError("image sets are missing.\n" + "\n".join(lines))
 
 
@@ -313,9 +314,3 @@ def _training_names(scale: Scale) -> Mapping[str, str]:
     presets = {preset.name: preset for preset in list_presets(scale=scale)}
     first: dict[tuple[Any, ...], str] = {}
     return {name: first.setdefault(training_of(presets[name]), name) for name in order}
-
-
-def _some(names: Iterable[str], most: int = 6) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
