@@ -1,4 +1,6 @@
+import os
 import shutil
+import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -141,6 +143,46 @@ def test_add_says_how_many_files_it_ignored(cache, own_images):
     assert "2 classes 6 images (other files ignored: 3)" in run("add", "insects", own_images)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_add_shows_names_that_are_not_utf8(cache, own_images):
+    shown = "caf\N{REPLACEMENT CHARACTER}"
+    (own_images / "ant").rename(own_images / os.fsdecode(b"caf\xe9"))
+    own_images = own_images.rename(own_images.parent / os.fsdecode(b"caf\xe9"))
+    run("add", "insects", own_images)
+    stored = image_set.load("insects")
+    assert stored.splits["all"].classes == ("bee", shown)
+    assert stored.info["made_from"].endswith(f"/{shown}")
+    (own_images / "bee").rename(own_images / os.fsdecode(b"caf\xe8"))
+    with pytest.raises(DataError, match=f"both shown as '{shown}': rename one"):
+        run("add", "insects", own_images, "--force")
+
+
+@pytest.mark.parametrize("name", ["wasp", "ant/3.png"])
+@pytest.mark.parametrize("place", [".", "train"])
+def test_add_refuses_links_that_lead_nowhere(cache, own_images, tmp_path, name, place):
+    folder = tmp_path / "all" / place
+    shutil.copytree(own_images, folder)
+    (folder / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=rf"cannot read .*{name}: it is a link that leads nowhere"):
+        run("add", "insects", tmp_path / "all")
+
+
+def test_add_refuses_a_split_that_is_a_link_to_nowhere(cache, own_images, tmp_path):
+    (tmp_path / "all").mkdir()
+    own_images.rename(tmp_path / "all" / "train")
+    (tmp_path / "all" / "test").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match="test: it is a link that leads nowhere"):
+        run("add", "insects", tmp_path / "all")
+
+
+def test_add_takes_large_images_silently_and_refuses_larger_ones(cache, own_images, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)  # theirs have 400
+    assert "2 classes 6 images" in run("add", "insects", own_images)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 150)
+    with pytest.raises(DataError, match=r"ant.0\.png is too large, at more than .* pixels: shrink it"):
+        run("add", "others", own_images)
+
+
 def test_add_help_gives_the_defaults():
     plain = " ".join(run("add", "--help").replace("│", " ").split())
     assert "set of your own (84)" in plain
@@ -195,7 +237,7 @@ def test_get_explains_what_cannot_be_downloaded(cache):
 
 
 def test_get_of_an_unknown_name_suggests_one(cache):
-    with pytest.raises(DataError, match="did you mean omniglot"):
+    with pytest.raises(DataError, match=r"; did you mean omniglot\? Known: "):
         run("get", "omniglott")
 
 

@@ -335,6 +335,7 @@ def test_array_of_another_shape_is_noticed(tmp_path):
         ([1, 3, 8], ("a", "b"), "start at 0"),
         ([0, 3, 8], ("a", "a"), "same name"),
         ([0, 3, 7], ("a", "b"), "offsets end at 7"),
+        ([0, 3, 8], ("a", "b\udcff"), "is not UTF-8"),
     ],
 )
 def test_inconsistent_splits_are_refused(tmp_path, offsets, classes, message):

@@ -475,6 +475,12 @@ def test_few_bits_in_a_file_of_16_are_noted(run, support, query, tmp_path, top):
     assert note.startswith(f"{place / 'twelve.png'} and 1 more are almost black")
 
 
+def test_a_large_image_of_16_bits_is_looked_at_without_a_warning(run, support, query, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)
+    Image.fromarray(np.arange(900, dtype=np.uint16).reshape(30, 30)).save(query / "red" / "dark.png")
+    assert any("16-bit" in note for note in adapt_to_folder(run, support, query).notes)
+
+
 def test_a_query_folder_of_broken_images_is_an_error(run, support, tmp_path):
     (tmp_path / "query").mkdir()
     (tmp_path / "query" / "broken.png").write_bytes(b"not an image")
@@ -506,6 +512,28 @@ def test_names_that_are_no_text_can_be_stored(run, support, query, tmp_path):
     out.mkdir()
     adapt_to_folder(run, support, query).save(out)
     assert "red/caf\N{REPLACEMENT CHARACTER}.png" in (out / "predictions.csv").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [((b"caf\xe8", b"caf\xe9"), "caf\N{REPLACEMENT CHARACTER}"), ((b"caf\xc3\xa9", b"cafe\xcc\x81"), "caf\xe9")],
+    ids=["not UTF-8", "one text in two spellings"],
+)
+def test_classes_that_look_alike_are_refused(run, support, query, names, shown):
+    for colour, name in zip(("red", "green"), names, strict=True):
+        (support / colour).rename(support / os.fsdecode(name))
+    with pytest.raises(DataError, match=f"two class folders in {support} are both shown as '{shown}': rename one"):
+        adapt_to_folder(run, support, query)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_class_is_the_same_however_its_name_is_spelled(run, support, query):
+    (support / "red").rename(support / "caf\xe9")
+    (query / "red").rename(query / "cafe\u0301")
+    predictions = adapt_to_folder(run, support, query).predictions
+    assert predictions.accuracy == 1.0
+    assert next(image.file for image in predictions.images if image.truth == "caf\xe9") == "cafe\u0301/10.png"
 
 
 def spoil_support(support, query, tmp_path, case):
@@ -574,11 +602,19 @@ def spoil_query(query, tmp_path, case):
             return colour_folder(tmp_path / "deep" / "red").parent, "is a folder in a class folder"
         case "unknown class":
             (query / "greenn").mkdir()
-            return query, "greenn is no class of the support folder; did you mean 'green'.*blue, green, red"
+            return query, r"greenn is no class of the support folder; did you mean 'green'\? Its .* blue, green, red"
+        case "capitals":
+            (query / "red").rename(query / "RED")
+            return query, r"RED is no class of the support folder; did you mean 'red'\? Its classes"
+        case "another class":
+            (query / "xyz").mkdir()
+            return query, r"xyz is no class of the support folder\. Its classes are blue, green, red"
     raise AssertionError(case)
 
 
-@pytest.mark.parametrize("case", ["missing", "a file", "empty", "mixed", "nested", "unknown class"])
+@pytest.mark.parametrize(
+    "case", ["missing", "a file", "empty", "mixed", "nested", "unknown class", "capitals", "another class"]
+)
 def test_mistakes_in_the_query_folder(run, support, query, tmp_path, case):
     query, words = spoil_query(query, tmp_path, case)
     with pytest.raises(DataError, match=words):

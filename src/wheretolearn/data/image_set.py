@@ -309,6 +309,11 @@ def _offsets_problem(offsets: Offsets, classes: Sequence[str], groups: Sequence[
         return f"class {classes[empty[0]]!r} has no image"
     if len(set(classes)) != len(classes):
         return "two classes have the same name"
+    for name in (*classes, *groups):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            return f"the name {name!r} is not UTF-8"
     return None
 
 

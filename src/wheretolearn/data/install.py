@@ -11,9 +11,10 @@ from wheretolearn.data import glyphs, image_set
 from wheretolearn.data.archives import Workspace, is_archive, is_hidden
 from wheretolearn.data.download import download
 from wheretolearn.data.image_set import ImageSet, Progress
-from wheretolearn.data.readers import LayoutError, Reader, Splits, read_class_folders
+from wheretolearn.data.readers import LayoutError, Reader, Splits, large_images_allowed, read_class_folders
 from wheretolearn.data.sources import SOURCES, Source, find
 from wheretolearn.errors import DataError
+from wheretolearn.wording import as_text
 
 EMBEDDED = glyphs.NAME  # drawn on this machine at first use
 DOWNLOADS = "_downloads"  # below the cache; no set can have this name
@@ -106,7 +107,7 @@ def _convert(
     progress: Progress | None,
     source: Source | None,
 ) -> ImageSet:
-    with Workspace(root) as workspace, _explained(workspace, path):
+    with Workspace(root) as workspace, _explained(workspace, path), large_images_allowed():
         if path.is_dir():
             folder = path
         elif not path.exists():
@@ -117,7 +118,7 @@ def _convert(
             raise DataError(f"{path} is neither a folder nor an archive (.zip, .tar, .tar.gz, .tgz)")
         splits = reader(folder, workspace)
         share = _ignored(folder, splits) if source is None else _coverage(source, splits)
-        return image_set.write(name, splits, {**info, **share, "made_from": str(path.resolve())}, root, progress)
+        return image_set.write(name, splits, {**info, **share, "made_from": as_text(path.resolve())}, root, progress)
 
 
 @contextmanager

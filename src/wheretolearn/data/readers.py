@@ -11,6 +11,8 @@ import math
 import os
 import pickle
 import struct
+import unicodedata
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +29,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from wheretolearn.data.archives import Workspace, damage_reported, is_hidden
 from wheretolearn.data.image_set import BATCH_IMAGES, Images, SplitStream
 from wheretolearn.errors import DataError
+from wheretolearn.wording import as_text
 
 Splits = dict[str, SplitStream]
 Reader = Callable[[Path, Workspace], Splits]
@@ -337,12 +340,13 @@ def read_sorted_classes(
             folder = workspace.unpack(folder / name)
         elif (folder / name).is_dir():
             folder = folder / name
+    _refuse_dead_links(folder)
     parts = [child for child in subfolders(folder) if child.name.lower() in SPLIT_FOLDERS] or [folder]
     by_split: dict[str, dict[str, list[Picture]]] = defaultdict(lambda: defaultdict(list))
     for part in parts:
-        for child in subfolders(part):
-            if files := image_files(child):
-                by_split[split_of(child.name)][child.name].extend(map(file_picture, files))
+        for name, pictures in _pictures_by_class(part).items():
+            if pictures:
+                by_split[split_of(name)][name].extend(pictures)
     if not by_split:
         raise _not_found(top, "a folder of images per class")
     order = ("train", "validation", "test")
@@ -364,6 +368,7 @@ def read_class_folders(
     Without those the one split is ``ONLY_SPLIT``. ``split_names`` makes such folders obligatory.
     """
     folder = _descend(folder)
+    _refuse_dead_links(folder)
     children = subfolders(folder)
     named = [child for child in children if child.name.lower() in SPLIT_FOLDERS]
     if split_names is not None and not named:
@@ -371,7 +376,7 @@ def read_class_folders(
     if not children:
         raise _not_found(folder, "a folder of images per class")
     if not named:
-        return {ONLY_SPLIT: _class_split(children, image_shape)}
+        return {ONLY_SPLIT: _class_split(folder, image_shape)}
     if len(named) != len(children):
         other = next(child for child in children if child not in named)
         raise DataError(
@@ -385,7 +390,7 @@ def read_class_folders(
             raise DataError(f"{folder}: more than one folder for split {split}")
         if not subfolders(child):
             raise _not_found(child, "a folder of images per class")
-        splits[split] = _class_split(subfolders(child), image_shape)
+        splits[split] = _class_split(child, image_shape)
     order = ("train", "validation", "test")
     return {split: splits[split] for split in order if split in splits}
 
@@ -393,6 +398,36 @@ def read_class_folders(
 def subfolders(folder: Path) -> list[Path]:
     """The folders in a folder by name, hidden ones left out."""
     return sorted(child for child in folder.iterdir() if child.is_dir() and not is_hidden(child.name))
+
+
+def class_folders(folder: Path) -> dict[str, Path]:
+    """The folders in a folder by the names of their classes: as text, and one text however a system spells it."""
+    found: dict[str, Path] = {}
+    for child in subfolders(folder):
+        name = unicodedata.normalize("NFC", as_text(child.name))
+        if name in found:
+            raise DataError(f"two class folders in {folder} are both shown as {name!r}: rename one")
+        found[name] = child
+    return found
+
+
+def dead_links(folder: Path) -> list[Path]:
+    """The links in a folder that lead nowhere, by name, hidden ones left out."""
+    links = [Path(entry.path) for entry in os.scandir(folder) if entry.is_symlink() and not is_hidden(entry.name)]
+    return sorted(filter(leads_nowhere, links))
+
+
+def leads_nowhere(file: Path) -> bool:
+    """Whether a file is a link to what is not there."""
+    try:
+        return file.is_symlink() and not file.exists()
+    except OSError:  # a folder on the way is locked: reading the file says so
+        return False
+
+
+def link_error(link: Path) -> DataError:
+    """What to tell the user of a link that leads nowhere."""
+    return DataError(f"cannot read {link}: it is a link that leads nowhere; mend or remove it")
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -403,6 +438,14 @@ def image_files(folder: Path) -> list[Path]:
         for entry in os.scandir(folder)
         if not is_hidden(entry.name) and Path(entry.name).suffix.lower() in suffixes and entry.is_file()
     )
+
+
+@contextmanager
+def large_images_allowed() -> Iterator[None]:
+    """Images that Pillow warns of are read without the warning, in threads that are started within as well."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        yield
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -435,6 +478,9 @@ def _opened(picture: Picture) -> Iterator[Image.Image]:
         raise
     except UnidentifiedImageError as error:  # whose text names a buffer
         raise DataError(f"cannot read the image {picture.name}: its content is of no known kind") from error
+    except Image.DecompressionBombError as error:
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 1_000_000  # Pillow warns at one, refuses at two
+        raise DataError(f"{picture.name} is too large, at more than {most} million pixels: shrink it") from error
     except Exception as error:  # Pillow's decoders raise many kinds for a damaged file
         raise DataError(f"cannot read the image {picture.name}: {error}") from error
 
@@ -547,14 +593,25 @@ def _csv_rows(file: Path) -> Iterator[tuple[int, str, str]]:
         raise DataError(f"{file} is not a csv file in UTF-8: {error}") from error
 
 
-def _class_split(folders: Sequence[Path], image_shape: tuple[int, int, int]) -> SplitStream:
-    classes = {}
-    for folder in folders:
-        files = image_files(folder)
-        if not files:
-            raise DataError(f"class folder {folder} holds no image that can be read; remove it or fill it")
-        classes[folder.name] = [file_picture(file) for file in files]
+def _class_split(folder: Path, image_shape: tuple[int, int, int]) -> SplitStream:
+    classes = _pictures_by_class(folder)
+    for name, pictures in classes.items():
+        if not pictures:
+            raise DataError(f"class folder {folder / name} holds no image that can be read; remove it or fill it")
     return stream_pictures(classes, image_shape)
+
+
+def _pictures_by_class(folder: Path) -> dict[str, list[Picture]]:
+    folders = class_folders(folder)
+    for place in (folder, *folders.values()):
+        _refuse_dead_links(place)
+    return {name: [file_picture(file) for file in image_files(child)] for name, child in folders.items()}
+
+
+def _refuse_dead_links(folder: Path) -> None:
+    """An image or a whole class would be missing, and nobody would know."""
+    if links := dead_links(folder):
+        raise link_error(links[0])
 
 
 def _descend(folder: Path) -> Path:

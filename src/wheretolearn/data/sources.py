@@ -56,9 +56,9 @@ def find(name: str) -> Source:
         return SOURCES[name]
     check_name(name)
     close = difflib.get_close_matches(name, SOURCES, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
+    hint = f"; did you mean {close[0]}?" if close else "."
     raise DataError(
-        f"no known image set is called {name!r}; {hint}Known: {', '.join(SOURCES)}.\n"
+        f"no known image set is called {name!r}{hint} Known: {', '.join(SOURCES)}.\n"
         f"For images of your own: `wheretolearn data add {name} FOLDER`, with one sub-folder per class."
     )
 

@@ -11,7 +11,6 @@ import difflib
 import io
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +28,18 @@ from wheretolearn.config import from_dict, to_dict
 from wheretolearn.data import glyphs
 from wheretolearn.data.archives import is_hidden
 from wheretolearn.data.image_set import Images
-from wheretolearn.data.readers import decode, decode_drawing, file_picture, image_suffixes, subfolders
+from wheretolearn.data.readers import (
+    class_folders,
+    dead_links,
+    decode,
+    decode_drawing,
+    file_picture,
+    image_suffixes,
+    large_images_allowed,
+    leads_nowhere,
+    link_error,
+    subfolders,
+)
 from wheretolearn.data.sources import INK, SOURCES
 from wheretolearn.data.transforms import as_input
 from wheretolearn.delta import SparseDelta
@@ -282,20 +292,16 @@ def read_images(files: Iterable[Path], config: FewShotConfig, image_shape: Seque
     height, width, channels = image_shape
 
     def read(file: Path) -> Images | DataError:
-        if _leads_nowhere(file):
-            return _link_error(file)
+        if leads_nowhere(file):
+            return link_error(file)
         try:
             if _learned_from_ink(config):
                 return decode_drawing(file_picture(file), height)
             return decode(file_picture(file), height, width, channels)
         except DataError as error:
-            if isinstance(error.__cause__, Image.DecompressionBombError):
-                most = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 1_000_000  # Pillow warns at one, refuses at two
-                return DataError(f"{file} is too large, at more than {most} million pixels: shrink it")
             return error
 
-    with warnings.catch_warnings(), ThreadPoolExecutor() as pool:
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # large, but read
+    with large_images_allowed(), ThreadPoolExecutor() as pool:
         return list(pool.map(read, files))
 
 
@@ -382,7 +388,7 @@ def _is_shallow(file: Path, pixels: Images) -> bool:
     """Whether a file of 16 bits holds values of 14 or fewer, which read as 16 are almost black."""
     if pixels.max() > 127:  # spares most files a second look
         return False
-    with Image.open(file) as image:
+    with large_images_allowed(), Image.open(file) as image:
         if not image.mode.startswith("I"):
             return False
         highest = int(np.asarray(image).max())
@@ -420,8 +426,9 @@ def _listing(folder: Path, notes: list[str]) -> _Listing:
     if not folder.is_dir():
         raise DataError(f"{folder} is a file: give the folder that holds the images")
     try:
-        children, loose, links = subfolders(folder), _image_files(folder), _dead_links(folder)
-        classes = {as_text(child.name): sorted(_image_files(child) + _dead_links(child)) for child in children}
+        folders, loose, links = class_folders(folder), _image_files(folder), dead_links(folder)
+        children = list(folders.values())
+        classes = {name: sorted(_image_files(child) + dead_links(child)) for name, child in folders.items()}
         nested = [inner for child in children for inner in subfolders(child)]
         every = [entry for place in (folder, *children) for entry in place.iterdir()]
     except OSError as error:
@@ -455,27 +462,12 @@ def _image_files(folder: Path) -> list[Path]:
     ]
 
 
-def _dead_links(folder: Path) -> list[Path]:
-    return [file for file in sorted(folder.iterdir()) if not is_hidden(file.name) and _leads_nowhere(file)]
-
-
-def _leads_nowhere(file: Path) -> bool:
-    try:
-        return file.is_symlink() and not file.exists()
-    except OSError:  # a folder on the way is locked: reading the file says so
-        return False
-
-
-def _link_error(file: Path) -> DataError:
-    return DataError(f"cannot read the image {file}: it is a link that leads nowhere")
-
-
 def _support_classes(folder: Path, ways: int) -> tuple[dict[str, list[Path]], list[str]]:
     notes: list[str] = []
     listing = _listing(folder, notes)
     classes = listing.classes
     if listing.links:  # it may have been a class
-        raise _link_error(listing.links[0])
+        raise link_error(listing.links[0])
     if not classes:
         raise DataError(
             f"{folder} holds images, but no class folders: put the images of each class in a folder of its own"
@@ -510,10 +502,11 @@ def _query_images(folder: Path, classes: Sequence[str]) -> tuple[list[tuple[Path
     listing = _listing(folder, notes)
     for name in listing.classes:
         if name not in classes:
-            close = difflib.get_close_matches(name, classes, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            folded = {known.casefold(): known for known in classes}
+            close = difflib.get_close_matches(name.casefold(), folded, n=1)
+            hint = f"; did you mean {folded[close[0]]!r}?" if close else "."
             raise DataError(
-                f"{folder / name} is no class of the support folder; {hint}Its classes are {', '.join(classes)}.\n"
+                f"{folder / name} is no class of the support folder{hint} Its classes are {', '.join(classes)}.\n"
                 "Images of unknown class go straight into the query folder, without class folders."
             )
     empty = [name for name, files in listing.classes.items() if not files]
@@ -523,7 +516,7 @@ def _query_images(folder: Path, classes: Sequence[str]) -> tuple[list[tuple[Path
         (file, as_text(file.name), None) for file in sorted(listing.loose + listing.links)
     ]
     for name, files in listing.classes.items():
-        images += [(file, f"{name}/{as_text(file.name)}", name) for file in files]
+        images += [(file, as_text(file.relative_to(folder).as_posix()), name) for file in files]
     return images, notes
 
 
