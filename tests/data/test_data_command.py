@@ -195,8 +195,14 @@ def test_add_names_a_path_that_does_not_exist(cache, tmp_path):
 
 def test_get_leaves_a_stored_set_alone(cache, own_images, monkeypatch):
     monkeypatch.setattr(install, "get", lambda *_, **__: pytest.fail("fetched again"))
-    image_set.write("mnist", {"train": one_image()}, {})
-    assert "already here" in run("get", "mnist")
+    for name, again in (
+        ("mnist", "--force gets it again"),
+        ("glyphs", "--force gets it again"),
+        ("mini-imagenet", "`data add mini-imagenet PATH --force` replaces it"),
+        ("insects", "`data add insects PATH --force` replaces it"),
+    ):
+        image_set.write(name, {"train": one_image()}, {})
+        assert run("get", name) == f"{name} is already here ({again})\n"
 
 
 def test_get_shows_one_bar_at_a_time(cache, monkeypatch):

@@ -4,11 +4,12 @@ import json
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from wheretolearn.cli.fewshot import evaluate
-from wheretolearn.data import image_set
+from wheretolearn.data import glyphs, image_set
 from wheretolearn.data.image_set import ImageSplit
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.eager import EagerEvaluator
@@ -105,6 +106,20 @@ def test_a_run_is_evaluated_without_the_images_it_learned_from(trained, monkeypa
     expected = evaluate_run(run, "test", data="part", tasks=3)
     monkeypatch.setattr("wheretolearn.fewshot.trained.load_set", lambda name: {"part": image_set.load("part")}[name])
     assert evaluate_run(run, "test", data="part", tasks=3) == expected
+
+
+@pytest.mark.parametrize("name", ["own", "glyphs"])
+def test_images_of_another_size_say_what_to_add(trained, name, monkeypatch):
+    run = trained("run")
+    images = np.zeros((5, 28, 28, 3), dtype=np.uint8)
+    split = ImageSplit(name, images, np.arange(6), tuple("abcde"), ("",) * 5)
+    image_set.write(name, {"test": split}, {})
+    monkeypatch.setattr(glyphs, "load", lambda **_: image_set.load(name))
+    with pytest.raises(DataError, match="has images of 28x28x3, the model was trained on 16x16x1") as told:
+        evaluate_run(run, "test", data=name, tasks=2)
+    command = "`wheretolearn data add my-own PATH --size 16 --channels 1`"
+    assert (command in str(told.value)) == (name == "own")
+    assert ("data add" in str(told.value)) == (name == "own")
 
 
 def test_a_run_of_lower_precision_is_evaluated_on_a_cpu_in_float32(trained):

@@ -47,7 +47,8 @@ def get_set(name: SetName, force: Force = False) -> None:
     The embedded set, glyphs, is drawn instead.
     """
     if image_set.exists(name) and not force:
-        typer.echo(f"{name} is already here (--force gets it again)")
+        again = "--force gets it again" if install.can_get(name) else f"`data add {name} PATH --force` replaces it"
+        typer.echo(f"{name} is already here ({again})")
         return
     with ExitStack() as first_bar, progress_bar(f"converting {name}") as converting:
         downloading = first_bar.enter_context(progress_bar(f"downloading {name}"))

@@ -21,6 +21,11 @@ DOWNLOADS = "_downloads"  # below the cache; no set can have this name
 DEFAULT_SIZE = 84
 
 
+def can_get(name: str) -> bool:
+    """Whether ``get`` brings a set of this name; others can only be added."""
+    return name == EMBEDDED or (name in SOURCES and bool(SOURCES[name].files))
+
+
 def get(
     name: str,
     *,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from wheretolearn.config import from_dict
+from wheretolearn.data import glyphs
 from wheretolearn.data.image_set import ImageSplit
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.choose import make_evaluator
@@ -151,9 +152,11 @@ def _measured_split(run: RunFolder, data: str, split: str) -> ImageSplit:
     chosen = split_of(load_set(data), split)
     shape = trained_image_shape(run)
     if chosen.images.shape[1:] != shape:
+        size, _, channels = shape
+        add = f"wheretolearn data add my-{data} PATH --size {size} --channels {channels}"
         raise DataError(
-            f"{chosen.name} has images of {_size(chosen.images.shape[1:])}, the model was trained on "
-            f"{_size(shape)}: add the set again at that size"
+            f"{chosen.name} has images of {_size(chosen.images.shape[1:])}, the model was trained on {_size(shape)}"
+            + ("" if data == glyphs.NAME else f": add a copy at that size from its class folders, `{add}`")
         )
     return chosen
 
