@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -57,6 +58,16 @@ def atomic_write(path: str | PathLike[str]) -> Iterator[BinaryIO]:
                 temporary.unlink()
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def cannot_write(folder: Path) -> str | None:
+    """Why no file can be written to a folder, which may be still to be made; None where one can."""
+    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        TemporaryFile(dir=place).close()  # its mode alone does not tell: nobody can write to /proc
+    except OSError:
+        return f"{place} cannot be written to"
+    return None
 
 
 def _open_neighbour(path: Path) -> BinaryIO:

@@ -3,6 +3,7 @@ import os
 import signal
 from dataclasses import fields
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -372,7 +373,7 @@ def test_what_cannot_be_measured_fails_before_any_measurement(new_run, stripes, 
     with pytest.raises(DataError, match="has 4 classes; 5 are needed"):
         planned(run, "few", "train")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *_: False)
+        patch.setattr("wheretolearn.storage.TemporaryFile", Mock(side_effect=PermissionError))
         with pytest.raises(UserError, match=r"cannot keep results in .*evaluations: .* cannot be written to"):
             planned(run, "stripes", "train")
     (run.path / "best" / "3" / "mask.safetensors").unlink()

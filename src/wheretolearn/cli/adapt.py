@@ -16,6 +16,7 @@ from wheretolearn.data.image_set import human_bytes
 from wheretolearn.errors import UserError
 from wheretolearn.fewshot.own_images import FILES, Outcome, adapt_to_folder
 from wheretolearn.runs.folder import RunFolder
+from wheretolearn.storage import cannot_write
 
 SHOWN = 50  # rows of the table on the terminal
 
@@ -50,9 +51,8 @@ def adapt(
     found = next((name for name in FILES if (folder / name).exists()), None)
     if found is not None and not force:
         raise UserError(f"{folder} already holds {found}: --force replaces it, or choose another --out")
-    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"cannot keep results in {folder}: {parent} cannot be written to; choose another --out")
+    if reason := cannot_write(folder):
+        raise UserError(f"cannot keep results in {folder}: {reason}; choose another --out")
     with RunFolder.open(run) as opened, progress_bar("adapting") as tick:
         outcome = adapt_to_folder(opened, support, query, steps=steps, device=device, progress=tick)
     try:

@@ -1,7 +1,6 @@
 """Using a finished run: its model and mask, measured on new tasks."""
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from wheretolearn.masks import load as load_mask
 from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import confidence_interval
-from wheretolearn.storage import check_shapes, load_weights, write_json
+from wheretolearn.storage import cannot_write, check_shapes, load_weights, write_json
 
 KEPT = "evaluations"  # the folder in a run's that holds what was measured
 
@@ -163,9 +162,8 @@ def _measured_split(run: RunFolder, data: str, split: str) -> ImageSplit:
 
 def _check_can_keep(run: RunFolder) -> None:
     folder = run.path / KEPT
-    place = folder if folder.exists() else run.path
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise UserError(f"cannot keep results in {folder}: {place} cannot be written to; evaluate a copy of the run")
+    if reason := cannot_write(folder):
+        raise UserError(f"cannot keep results in {folder}: {reason}; evaluate a copy of the run")
 
 
 def evaluate_run(

@@ -1,7 +1,6 @@
 """Result records: a measured number, all that is needed to judge and repeat it, and the paper's beside it."""
 
 import math
-import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -17,7 +16,7 @@ from wheretolearn.config import differences, from_dict, to_dict, toml_text
 from wheretolearn.errors import ConfigError, UserError
 from wheretolearn.runs import environment
 from wheretolearn.runs.folder import RunFolder
-from wheretolearn.storage import read_json, write_json
+from wheretolearn.storage import cannot_write, read_json, write_json
 
 _COMPUTED = ("mean", "std", "interval", "difference", "within_stds")
 
@@ -153,9 +152,8 @@ def check_savable(
     Settings that are ``incidental`` may differ, and so may those that the config, of the type ``settings``, calls
     unused. One that a record lacks, as it came with a later version, counts as its default.
     """
-    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"cannot write records to {folder}: {parent} cannot be written to; choose another folder")
+    if reason := cannot_write(folder):
+        raise UserError(f"cannot write records to {folder}: {reason}; choose another folder")
     present = {(record.name, record.metric): record for record in load_all(folder)}
     for record in records:
         older = present.get((record.name, record.metric))
