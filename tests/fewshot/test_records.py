@@ -3,12 +3,13 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from wheretolearn.cli.fewshot import evaluate
+from wheretolearn.cli.fewshot import evaluate, resume
 from wheretolearn.data import glyphs, image_set
 from wheretolearn.data.image_set import ImageSplit
 from wheretolearn.data.load import load_set
@@ -311,8 +312,8 @@ def test_a_run_that_does_not_say_how_long_it_took_is_not_recorded(trained, tmp_p
 def test_a_folder_for_records_that_cannot_be_written_is_refused_first(trained, tmp_path, capsys):
     run = trained("run")
     (tmp_path / "file").write_text("in the way")
-    for folder in (tmp_path / "file", tmp_path / "file" / "records"):
-        with pytest.raises(UserError, match=r"cannot write records to .*file.*choose another folder"):
+    for folder in (tmp_path / "file", tmp_path / "file" / "records", Path("/proc/records")):
+        with pytest.raises(UserError, match=r"cannot write records to .*(file|proc).*choose another folder"):
             evaluate([run.path], tasks=2, record=folder)
     assert capsys.readouterr().out == ""
 
@@ -348,6 +349,18 @@ def test_a_ridge_head_takes_no_inner_steps_and_has_no_sparsity(trained, capsys):
     out = capsys.readouterr().out
     assert "the same settings, 2 seeds: one/test: " in out
     assert "sparsity" not in out
+
+
+def test_no_sparsity_is_shown_while_a_run_with_a_ridge_head_trains(new_run, sets, capsys):
+    ridge = {"head": "ridge", "mask": "fixed", "inner_steps": 0, "test_inner_steps": 0}
+    for name, settings, shown in (("ridge", ridge, False), ("mask", {}, True)):
+        run = new_run(name, **settings)
+        run.close()
+        resume([run.path], device="cpu")
+        out, progress = capsys.readouterr()
+        assert f"{name}: best validation accuracy" in out
+        assert f"{name}: step 6 of 6  validation" in progress
+        assert ("sparsity " in out, "sparsity " in progress) == (shown, shown)
 
 
 def test_a_copy_of_a_run_is_not_another_seed(trained, tmp_path, capsys):

@@ -340,10 +340,8 @@ def _summary(run: RunFolder) -> str:
     if not validated:
         return f"{run.path}: finished"
     best = max(validated, key=lambda record: record["validation_accuracy"])  # of equals the first, as in training
-    return (
-        f"{run.path}: best validation accuracy {best['validation_accuracy']:.1%} at step {best['step']}, "
-        f"sparsity {best['sparsity']:.1%}"
-    )
+    summary = f"{run.path}: best validation accuracy {best['validation_accuracy']:.1%} at step {best['step']}"
+    return summary + (f", sparsity {best['sparsity']:.1%}" if _adapts_by_gradient(run) else "")
 
 
 def _adapts_by_gradient(run: RunFolder) -> bool:

@@ -330,6 +330,8 @@ class _Sitting:
             if self.at_once > 1:
                 values["runs_at_once"] = self.at_once
             member.run.log(member.learner.step, **values)
+            if member.config.head == "ridge":  # nothing adapts by gradient, and so nothing is closed
+                del values["sparsity"]
         if self.report is not None:
             self.report(member.run, member.learner.step, values)
 
