@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from io import BytesIO
+from io import BytesIO, TextIOWrapper
 
 import numpy as np
 import pytest
@@ -164,6 +164,8 @@ def mistakes(run, drawings, tmp_path):
         "another device": (run, {**own, "--device": "tpu"}, "no device called 'tpu'"),
         "a run as the place to write": (run, {**own, "--out": run, "--force": True}, "is a run"),
         "nowhere to write": (run, {**own, "--out": tmp_path / "file" / "x"}, "choose another --out"),
+        "where nobody can write": (run, {**own, "--out": "/proc/x"}, "/proc cannot be written to"),
+        "too long a name": (run, {**own, "--query": tmp_path / ("n" * 300)}, "is too long: shorten its names"),
     }
 
 
@@ -171,7 +173,7 @@ def mistakes(run, drawings, tmp_path):
     "case",
     [
         *("no run", "an unfinished run", "no support folder", "a file as query", "too many classes", "another device"),
-        *("nowhere to write", "a run as the place to write"),
+        *("nowhere to write", "where nobody can write", "a run as the place to write", "too long a name"),
     ],
 )
 def test_a_mistake_is_one_message_and_leaves_nothing(drawings_run, drawings, monkeypatch, capfd, tmp_path, case):
@@ -223,6 +225,21 @@ def test_the_terminal_says_where_all_images_left_out_are_named(drawings_run, dra
     assert "predictions.json names all 3 images left out" in notes
     record = json.loads((out / "predictions.json").read_text())
     assert [image["file"] for image in record["left_out"]] == ["0.png", "1.png", "2.png"]
+
+
+def test_a_class_that_the_terminal_cannot_show(drawings_run, drawings, monkeypatch, capfd, tmp_path):
+    name = "\u65e5\u672c\u8a9e"
+    for top in ("support", "query"):
+        shutil.copytree(drawings / top, tmp_path / top)
+        (tmp_path / top / "character 0").rename(tmp_path / top / name)
+    terminal = TextIOWrapper(BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    folders = ("--support", tmp_path / "support", "--query", tmp_path / "query", "--out", tmp_path / "out")
+    code, _, message = adapt(monkeypatch, capfd, drawings_run, *folders)
+    terminal.flush()
+    assert code == 0, message
+    assert r"\u65e5\u672c\u8a9e" in terminal.buffer.getvalue().decode("latin-1")
+    assert name in (tmp_path / "out" / "predictions.csv").read_text()
 
 
 def test_a_mistake_in_a_real_process(drawings_run, drawings, run_command, tmp_path):

@@ -36,6 +36,7 @@ QUICK = [
     *("--set", "width=8", "--set", "tasks_per_step=2", "--set", "outer_steps=40", "--set", "checkpoint_every=10"),
     *("--set", "validate_every=20", "--set", "validation_tasks=4", "--set", "log_every=1"),
 ]
+LONG = "n" * 300  # a name that no file can have
 
 
 def assert_message(result, *parts, code=1):
@@ -632,6 +633,21 @@ def test_files_that_run_out_all_the_same_are_told_in_one_line(tmp_path, monkeypa
         cli.main()
     result = subprocess.CompletedProcess(sys.argv, ended.value.code, *capsys.readouterr())
     assert_message(result, "error: too many files are open at once", "fewer runs or workers", "ulimit -n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["train", LONG, "--set=data=glyphs"], ["continual", LONG, "--preset=table5.sgd.many"], ["resume", LONG]),
+        *(["evaluate", LONG], ["figures", LONG], ["report", LONG], ["report", f"--records={LONG}"]),
+        *(["data", "add", "mine", LONG], ["data", "add", LONG, "."]),
+    ],
+    ids=lambda arguments: " ".join(arguments).replace(LONG, "LONG"),
+)
+def test_names_that_are_too_long_are_told_in_one_line(tmp_path, run_command, arguments):
+    result = run_command(*arguments, cwd=tmp_path, WHERETOLEARN_DATA=str(tmp_path))
+    assert_message(result, "error: ", LONG, "too long")
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("kind", [UserError, Stopped])

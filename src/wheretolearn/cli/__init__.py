@@ -1,5 +1,6 @@
 """The command line: parse, call, print."""
 
+import io
 import sys
 from typing import Annotated
 
@@ -50,6 +51,9 @@ def _main(
 def main() -> None:
     """Run the command line; a user's mistake ends in one message and an exit code, not a traceback."""
     keep_freed_memory()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the terminal cannot show is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     try:
         with shortages_told():
             app()

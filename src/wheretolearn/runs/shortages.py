@@ -1,5 +1,6 @@
-"""Telling the user that memory, or files to open, ran out, in one line, whoever noticed it."""
+"""Telling the user in one line that memory, files to open or room for a name ran out, whoever noticed it."""
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ _FEWER_FILES = (
 
 @contextmanager
 def shortages_told() -> Iterator[None]:
-    """What takes more memory or open files than there are ends in a UserError."""
+    """What takes more memory or open files than there are, or too long a name, ends in a UserError."""
     try:
         yield
     except UserError as error:  # made of an error of the system, of which it has the name only
@@ -33,6 +34,8 @@ def shortages_told() -> Iterator[None]:
         text = str(error)
         if _TOO_MANY_FILES in text:
             raise UserError(_FEWER_FILES) from error
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"the path {error.filename} is too long: shorten its names") from error
         told = any(sign in text for sign in _SIGNS)
         if not told and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             raise
