@@ -399,7 +399,8 @@ def _check_mask(model: nn.Module, mask: GradientMask) -> None:
             )
             raise MismatchError(
                 "the mask was made for another model, or before parameters were frozen or unfrozen: "
-                f"it was made for {known}, the model has {found}. Make it anew for the model as it is now"
+                f"it was made for {known}, the model has {found}. Make it anew for the model as it is now, with "
+                "select= to adapt a part of it"
             )
 
 

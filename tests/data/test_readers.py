@@ -9,6 +9,7 @@ import struct
 import tarfile
 import threading
 import tracemalloc
+import unicodedata
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -564,6 +565,14 @@ def test_images_of_every_common_format_are_found_and_read(tmp_path, workspace, s
     save_image(tmp_path / "own" / "zebra" / f"1.{suffix.upper()}", (5, 5, 5), (64, 64))
     found = pixels(read_class_folders(tmp_path / "own", workspace, SHAPE)["all"])
     np.testing.assert_allclose(found[:, 4, 4].astype(int), [[250] * 3, [5] * 3], atol=3)
+
+
+def test_classes_have_one_order_however_their_names_are_spelled(tmp_path, workspace):
+    for split, form in (("train", "NFC"), ("test", "NFD")):
+        for name in ("f", "\u00e9"):
+            save_image(tmp_path / split / unicodedata.normalize(form, name) / "0.png")
+    splits = read_class_folders(tmp_path, workspace, SHAPE)
+    assert splits["train"].classes == splits["test"].classes == ("f", "\u00e9")
 
 
 def test_class_folders_below_split_folders(tmp_path, workspace):

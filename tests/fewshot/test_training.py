@@ -1,7 +1,7 @@
 import json
 import os
 import signal
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_args
 from unittest.mock import Mock
 
@@ -11,7 +11,7 @@ import torch
 from wheretolearn import batch_norm, inner_loop, masks
 from wheretolearn.config import from_dict
 from wheretolearn.data import image_set
-from wheretolearn.data.image_set import ImageSplit
+from wheretolearn.data.image_set import ImageSet, ImageSplit
 from wheretolearn.engine import eager
 from wheretolearn.engine.conv4_cpu import Conv4OnCPU
 from wheretolearn.engine.eager import EagerEngine, EagerEvaluator
@@ -19,7 +19,7 @@ from wheretolearn.errors import ConfigError, DataError, MismatchError, NonFinite
 from wheretolearn.fewshot import training, worker
 from wheretolearn.fewshot.config import FewShotConfig, MaskKind
 from wheretolearn.fewshot.learner import new_learner
-from wheretolearn.fewshot.tasks import TaskSource, check_images
+from wheretolearn.fewshot.tasks import TaskSource, check_images, known_classes
 from wheretolearn.fewshot.trained import best_folders, evaluate_run, load_trained, planned
 from wheretolearn.fewshot.training import train, train_together
 from wheretolearn.runs import checkpoint
@@ -668,6 +668,30 @@ def test_when_a_lane_ends_no_time_is_lost(new_run, monkeypatch):
     runs = [new_run("short", outer_steps=3), new_run("long", seed=1, log_every=1), new_run("other", width=5)]
     train_together(runs)
     assert [record["elapsed_seconds"] for record in runs[1].metrics()] == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
+
+
+def test_processes_and_their_threads_fit_the_cores(new_run, monkeypatch):
+    """Runs begun alone have as many threads as there are cores; together they would be in each other's way."""
+    taken = {}
+    monkeypatch.setattr(worker, "train_in_workers", lambda *_, at_once, **__: taken.update(at_once=at_once))
+    monkeypatch.setattr(worker.environment, "cores", lambda: 4)
+    runs = [new_run(f"run {number}") for number in range(3)]
+    for threads, expected in ((None, 3), (2, 2), (4, 1), (16, 1)):
+        runs[0].threads = threads
+        worker.train_in_processes(runs, lambda *_: None)
+        assert taken["at_once"] == expected
+    worker.train_in_processes(runs, lambda *_: None, workers=2)
+    assert taken["at_once"] == 2
+
+
+def test_classes_that_a_run_learned_from_are_known_by_their_names(small, stripes):
+    config = from_dict(FewShotConfig, small)
+    known, new = (stripes(classes=8), stripes(classes=4))
+    new = replace(new, classes=("stripe 7", "dot 1", "dot 2", "dot 3"))
+    images = ImageSet("stripes", {"train": known, "test": new}, {})
+    assert "1 of 4 classes in stripes/test are" in known_classes(config, images, "test")
+    assert known_classes(config, replace(images, name="another"), "test") is None
+    assert known_classes(config, ImageSet("stripes", {"test": new}, {}), "test") is None
 
 
 def test_what_may_differ_between_lanes_are_settings():

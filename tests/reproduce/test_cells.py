@@ -232,6 +232,7 @@ def test_records_are_read_from_a_folder_and_from_those_of_the_protocols_in_it(tm
     save(recorded("table5.la-maml.many", "RA"), tmp_path / "continual")
     save(recorded("table1.sparse-maml.shot5", "accuracy"), tmp_path / "fewshot")
     (tmp_path / "schema.json").write_text("{}")
+    (tmp_path / "package.json").write_text('{"name": "of something else"}')
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "x.json").write_text("{}")
     names = [own.name for own in load_records(tmp_path)]

@@ -40,6 +40,7 @@ from wheretolearn.fewshot.training import finished, train_together
 from wheretolearn.fewshot.worker import threads_each, train_in_processes
 from wheretolearn.online.records import ONLINE
 from wheretolearn.presets import Evaluate, Preset, Scale, load_preset, scale_named
+from wheretolearn.runs import environment
 from wheretolearn.runs.folder import MAX_SEED, RunFolder
 from wheretolearn.runs.records import preset_of
 from wheretolearn.runs.results import check_savable, check_seeds, save_records
@@ -123,6 +124,12 @@ def resume(
         check_open_files(len(runs), device, workers, any(run.tensorboard for run in runs))
         if threads is not None:
             _take_threads(runs, threads, device)
+        elif device == "cpu" and (most := max(run.threads or 1 for run in runs)) > environment.cores():
+            typer.echo(
+                f"begun with {most} threads, more than the {environment.cores()} cores here: fewer are faster "
+                "(--threads), but the end may differ in the last digits",
+                err=True,
+            )
         if fewshot := [run for run in runs if run.protocol == "fewshot"]:
             _continue(fewshot, device, workers)
         if others := [run for run in runs if run.protocol == "continual"]:

@@ -153,7 +153,8 @@ def train_and_test(images: ImageSet, config: ContinualConfig) -> tuple[Labelled,
         parts = [Labelled(part.images, torch.from_numpy(part.labels)) for part in (train, test)]
         return parts[0], parts[1], len(train.classes)
     if test is not None and set(test.named_classes) & set(train.named_classes):
-        only = {"train": set(train.classes) - set(test.classes), "test": set(test.classes) - set(train.classes)}
+        own = {name: {" ".join(filter(None, pair)) for pair in s.named_classes} for name, s in images.splits.items()}
+        only = {"train": own["train"] - own["test"], "test": own["test"] - own["train"]}
         told = " and ".join(
             f"{', '.join(sorted(names)[:5])} is only in {where}" for where, names in only.items() if names
         )

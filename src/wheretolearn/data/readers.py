@@ -408,7 +408,7 @@ def class_folders(folder: Path) -> dict[str, Path]:
         if name in found:
             raise DataError(f"two class folders in {folder} are both shown as {name!r}: rename one")
         found[name] = child
-    return found
+    return dict(sorted(found.items()))  # in one order, however each is spelled
 
 
 def dead_links(folder: Path) -> list[Path]:

@@ -68,7 +68,7 @@ def split_of(images: ImageSet, name: str) -> ImageSplit:
 
 def known_classes(config: FewShotConfig, images: ImageSet, split: str) -> str | None:
     """A note where classes of a split are among those that a run learns from: accuracy there says little."""
-    if images.name != config.data:
+    if images.name != config.data or config.train_split not in images.splits:
         return None
     own, learned = (split_of(images, name).named_classes for name in (split, config.train_split))
     shared = len(set(own) & set(learned))

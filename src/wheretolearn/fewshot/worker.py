@@ -20,8 +20,9 @@ def train_in_processes(
     on_stop: Callable[[], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> None:
-    """Like ``train_together``, with ``workers`` processes; by default as many as there are cores."""
-    at_once = min(len(runs), workers or environment.cores())
+    """Like ``train_together``, with ``workers`` processes; by default so many that their threads fill the cores."""
+    threads = max(run.threads or 1 for run in runs)
+    at_once = min(len(runs), workers or max(1, environment.cores() // threads))
     train_in_workers(
         "wheretolearn.fewshot.worker",
         [[run] for run in runs],

@@ -13,7 +13,7 @@ from wheretolearn.errors import ConfigError
 from wheretolearn.presets import Paper, Preset, Scale, list_presets
 from wheretolearn.reproduce.protocols import PROTOCOLS, config_of
 from wheretolearn.runs.records import record_name
-from wheretolearn.runs.results import ResultRecord, load_all
+from wheretolearn.runs.results import ResultRecord, load_all, load_among_others
 from wheretolearn.version import __version__
 
 Verdict = Literal["matches", "better", "misses"]
@@ -116,7 +116,8 @@ def cells_named(names: Sequence[str], rows: Sequence[str] = (), scale: Scale = "
 
 def load_records(folder: Path) -> list[ResultRecord]:
     """The records in a folder of results: in its folders of protocols, and, as ``--record`` writes them, its own."""
-    return [record for place in (folder, *(folder / protocol for protocol in PROTOCOLS)) for record in load_all(place)]
+    own = load_among_others(folder)
+    return own + [record for protocol in PROTOCOLS for record in load_all(folder / protocol)]
 
 
 def look_up(cells: Iterable[Cell], records: Sequence[ResultRecord], scale: Scale = "paper") -> list[Found]:

@@ -218,7 +218,14 @@ def check_alike(runs: Sequence[RunFolder], settings_of: Callable[[RunFolder], ob
 
 def load_all(folder: str | PathLike[str]) -> list[ResultRecord]:
     """Every record in a folder, by file name; none where the folder does not exist yet."""
-    return [_load(path) for path in sorted(Path(folder).glob("*.json")) if path.name != "schema.json"]
+    return [_load(path) for path in sorted(Path(folder).glob("*.json"))]
+
+
+def load_among_others(folder: str | PathLike[str]) -> list[ResultRecord]:
+    """The same of a folder that may hold other files of JSON."""
+    found = [(path, read_json(path)) for path in sorted(Path(folder).glob("*.json"))]
+    parts = {"name", "metric", "config"}
+    return [_load(path) for path, values in found if isinstance(values, dict) and parts <= values.keys()]
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
