@@ -518,7 +518,7 @@ def test_runs_go_on_with_the_threads_they_were_begun_with(tmp_path, run_command,
     for left in (paths[0], tmp_path / "stopped"):  # one alone, in the process of the command, then two at once
         resumed = run_command("resume", left)
         assert resumed.returncode == 0, resumed.stderr
-        assert "threads" not in resumed.stderr
+        assert "another number of threads" not in resumed.stderr
     for path in paths:
         assert_same_models(tmp_path / "straight" / path.name, path)
 
@@ -529,13 +529,17 @@ def test_another_number_of_threads_is_told_in_one_note(tmp_path, monkeypatch, ca
     paths = [tmp_path / name for name in ("early", "same", "other")]
     for path, threads in zip(paths, (None, 2, 3), strict=True):
         RunFolder.create(path, {}, 0, "fewshot", threads=threads).close()
+    monkeypatch.setattr(fewshot.environment, "cores", lambda: 3)
     fewshot.resume(paths, device="cpu")
     assert capsys.readouterr().err == ""
+    monkeypatch.setattr(fewshot.environment, "cores", lambda: 2)
+    fewshot.resume(paths, device="cpu")
+    assert capsys.readouterr().err.startswith("begun with 3 threads, more than the 2 cores here")
     fewshot.resume(paths, device="cpu", threads=2)
     assert capsys.readouterr().err == (
         f"{paths[2]}: begun with another number of threads, so the end may differ in the last digits\n"
     )
-    assert taken == [[None, 2, 3], [2, 2, 2]]
+    assert taken == [[None, 2, 3], [None, 2, 3], [2, 2, 2]]
 
 
 def test_a_worker_that_dies_is_named_and_the_others_go_on(tmp_path, hold_at):
