@@ -133,7 +133,7 @@ def new_learner(config: FewShotConfig, image_shape: tuple[int, ...], seed: int, 
 def placed(model: nn.Module, device: str) -> nn.Module:
     """A model on its device, laid out in memory as is best there."""
     model = model.to(device)
-    if torch.device(device).type != "cpu":  # there PyTorch's batch norm is a thousand times less exact for it
+    if torch.device(device).type != "cpu":  # where PyTorch's batch norm would be a thousand times less exact
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # absent from torch's stubs
     return model
 
