@@ -122,14 +122,10 @@ def resume(
     with ExitStack() as folders:
         runs = [folders.enter_context(run) for run in runs_in(paths, wanted="unfinished")]
         check_open_files(len(runs), device, workers, any(run.tensorboard for run in runs))
-        if threads is not None:
-            _take_threads(runs, threads, device)
-        elif device == "cpu" and (most := max(run.threads or 1 for run in runs)) > environment.cores():
-            typer.echo(
-                f"begun with {most} threads, more than the {environment.cores()} cores here: fewer are faster "
-                "(--threads), but the end may differ in the last digits",
-                err=True,
-            )
+        if device == "cpu":
+            _tell_of_threads(runs, threads)
+        for run in runs:
+            run.threads = threads or run.threads
         if fewshot := [run for run in runs if run.protocol == "fewshot"]:
             _continue(fewshot, device, workers)
         if others := [run for run in runs if run.protocol == "continual"]:
@@ -331,15 +327,21 @@ def _continue(runs: Sequence[RunFolder], device: str, workers: int | None) -> No
                 typer.echo(_summary(run))
 
 
-def _take_threads(runs: Sequence[RunFolder], threads: int, device: str) -> None:
+def _tell_of_threads(runs: Sequence[RunFolder], threads: int | None) -> None:
+    """Say where a resumed run ends with other digits, or is slow for the sake of the same ones."""
     others = [str(run.path) for run in runs if run.threads not in (None, threads)]
-    if others and device == "cpu":
+    most, cores = max(run.threads or 1 for run in runs), environment.cores()
+    if threads is not None and others:
         typer.echo(
             f"{', '.join(others)}: begun with another number of threads, so the end may differ in the last digits",
             err=True,
         )
-    for run in runs:
-        run.threads = threads
+    elif threads is None and most > cores:
+        typer.echo(
+            f"begun with {most} threads, more than the {cores} cores here: fewer are faster (--threads), but the end "
+            "may differ in the last digits",
+            err=True,
+        )
 
 
 def _summary(run: RunFolder) -> str:
