@@ -840,6 +840,13 @@ def test_training_ends_when_validation_has_not_improved_for_long(new_run, monkey
     assert [record["step"] for record in run.metrics() if "validation_accuracy" in record] == [2, 4, 6, 8, 10]
 
 
+@pytest.mark.parametrize(("first", "validated"), [(0, [2, 4, 6]), (3, [4, 6]), (4, [4, 6]), (100, [6])])
+def test_validation_can_begin_late(new_run, first, validated):
+    run = new_run(validate_every=2, validate_from=first)
+    assert train(run).best_step in validated
+    assert [record["step"] for record in run.metrics() if "validation_accuracy" in record] == validated
+
+
 # The best models
 
 

@@ -27,8 +27,8 @@ OptimizerKind = Literal["adam", "nesterov"]
 # How a run is computed and watched. Whatever else differs makes another experiment.
 INCIDENTAL = frozenset(
     {
-        *("engine", "precision", "validate_every", "validation_tasks", "validation_inner_steps", "log_every"),
-        *("checkpoint_every", "keep_best", "start_from"),
+        *("engine", "precision", "validate_every", "validate_from", "validation_tasks", "validation_inner_steps"),
+        *("log_every", "checkpoint_every", "keep_best", "start_from"),
     }
 )
 # What may be changed in run.json after training, and what while a run is under way, which may then end at another step.
@@ -92,6 +92,7 @@ class FewShotConfig:
     precision: Precision = setting("float32", "of the network's passes on a GPU: float32, tf32, bfloat16 or float16")
 
     validate_every: int = setting(500, "outer steps between validations")
+    validate_from: int = setting(0, "outer step before which there is no validation, as early models are not the best")
     validation_tasks: int = setting(300, "tasks per validation")
     validation_inner_steps: int | None = setting(
         None, "gradient steps per task in validation; none: test_inner_steps. Fewer are faster"
@@ -114,7 +115,7 @@ class FewShotConfig:
         check_rates(self, "inner_lr theta_lr mask_lr mask_init")
         if self.ways == 1:
             raise ConfigError("ways must be at least 2: with one class there is nothing to tell apart")
-        for name in ("inner_steps", "test_inner_steps", "validation_inner_steps"):
+        for name in ("inner_steps", "test_inner_steps", "validation_inner_steps", "validate_from"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.validation_inner_steps == 0 < self.test_inner_steps:

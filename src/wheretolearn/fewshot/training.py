@@ -31,8 +31,8 @@ _FREE_IN_A_LANE = (
     *("train_split", "validation_split", "outer_steps", "test_inner_steps", "inner_lr", "start_from", "learn_theta"),
     *("init", "mask", "adapt", "adapt_norm", "mask_init", "initial_sparsity", "straight_through_scale"),
     *("theta_lr", "mask_lr", "optimizer", "mask_optimizer", "outer_clamp", "average_decay"),
-    *("validate_every", "validation_tasks", "validation_inner_steps", "patience", "log_every", "checkpoint_every"),
-    "keep_best",
+    *("validate_every", "validate_from", "validation_tasks", "validation_inner_steps", "patience"),
+    *("log_every", "checkpoint_every", "keep_best"),
 )
 
 
@@ -116,7 +116,8 @@ class _Member:
 
     @property
     def validating(self) -> bool:
-        return self.learner.step % self.config.validate_every == 0 or self.ended
+        step, config = self.learner.step, self.config
+        return (step >= config.validate_from and step % config.validate_every == 0) or self.ended
 
     @property
     def logging(self) -> bool:
