@@ -110,7 +110,14 @@ def test_settings_that_do_not_go_together(settings, message):
             "for mask=binary or generated .* set straight_through_scale=1",
         ),
         ({"mask_optimizer": "adam", "mask": "fixed"}, "for a mask that is learned and would do nothing: leave it out$"),
-        ({**RIDGE, "inner_clip_norm": 1.0}, "for an inner loop, which head=ridge has not"),
+        ({**RIDGE, "inner_clip_norm": 1.0}, "for an inner loop, not head=ridge"),
+        ({**RIDGE, "inner_lr": 0.5}, "inner_lr=0.5 is for an inner loop, not head=ridge"),
+        ({**RIDGE, "adapt_norm": False}, "adapt_norm=false is for an inner loop"),
+        ({"learn_theta": False, "theta_lr": 0.1}, "theta_lr=0.1 is for weights that are learned and would do nothing"),
+        (
+            {"learn_theta": False, "optimizer": "nesterov", "mask_optimizer": "adam"},
+            "optimizer=nesterov is for weights",
+        ),
         ({"init": "kaiming", "start_from": "runs/first"}, "for weights that start anew"),
     ],
 )
@@ -126,6 +133,7 @@ def test_new_runs_have_no_settings_without_an_effect(settings, message):
         {"width": 32, "bias": False, "init": "kaiming", "inner_clip_norm": 1.0, "adapt_norm": False},
         {"model": "resnet12", "resnet_size": "large"},
         {"straight_through_scale": 0.5, "mask_optimizer": "adam", "start_from": "runs/first"},
+        {"learn_theta": False, "optimizer": "nesterov"},  # the mask's too
     ],
 )
 def test_settings_with_an_effect_are_taken(settings):

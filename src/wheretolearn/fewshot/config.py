@@ -184,8 +184,13 @@ class FewShotConfig:
             "init": (self.start_from is None, "weights that start anew, not from another run's"),
             "straight_through_scale": (closes, "mask=binary or generated"),
             "mask_optimizer": (self.mask != "fixed", "a mask that is learned"),
-            "inner_clip_norm": (self.head != "ridge", "an inner loop, which head=ridge has not"),
+            "theta_lr": (self.learn_theta, "weights that are learned"),
+            "optimizer": (self.learn_theta or self.mask_optimizer is None, "weights that are learned"),
         }
+        if self.head == "ridge":
+            needed |= dict.fromkeys(
+                ("inner_lr", "inner_clip_norm", "adapt_norm"), (False, "an inner loop, not head=ridge")
+            )
         for name, (has_effect, what_for) in needed.items():
             given, default = (str(getattr(config, name)).lower() for config in (self, usual))
             if given != default and not has_effect:
