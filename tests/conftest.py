@@ -2,7 +2,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -112,6 +112,21 @@ def run_command(one_thread_and_own_data_folder: None, tmp_path_factory: pytest.T
         [sys.executable, "-c", COMMANDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as commands:
         yield run
+
+
+@pytest.fixture(scope="session")
+def likeness() -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], float]:
+    """How alike two lists of tensors are: the largest correlation of their entries in a row, at any shift."""
+
+    def spectrum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        row = torch.cat([((t - t.mean()) / t.std()).flatten().double() for t in tensors])
+        return torch.fft.rfft(row / row.norm())
+
+    def measure(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> float:
+        with torch.no_grad():
+            return float(torch.fft.irfft(spectrum(these) * spectrum(those).conj()).abs().max())
+
+    return measure
 
 
 @pytest.fixture(scope="session")

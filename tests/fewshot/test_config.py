@@ -47,6 +47,17 @@ def test_batch_norm_can_be_kept_from_the_inner_loop(network, kind):
     assert all(sparsity[layer] == 1.0 for layer in norm)
 
 
+@pytest.mark.parametrize("kind", ["binary", "relu", "linear", "exp"])
+def test_masks_start_apart_from_the_weights(kind, likeness):
+    model, mask = made(width=32, mask=kind)
+    names = [name for name in mask.names if "norm" not in name]
+    raw = mask.tensors()
+    starts = [raw[name].exp() if kind == "exp" else raw[name] for name in names]
+    assert likeness([dict(model.named_parameters())[name] for name in names], starts) < 0.06
+    again = FewShotConfig(width=32, mask=kind).build_mask(model, seed=0).tensors()
+    assert all(torch.equal(raw[name], again[name]) for name in names)
+
+
 def test_the_start_of_the_weights_can_be_chosen():
     plain, larger = made()[0], made(init="kaiming")[0]
     assert larger.head.weight.abs().max() > 2 * plain.head.weight.abs().max()

@@ -43,6 +43,15 @@ def test_no_setting_of_these_tests_is_the_default():
         assert getattr(SETTINGS, name) != getattr(defaults, name), name
 
 
+@pytest.mark.parametrize("kind", ["sparse-c-maml", "sparse-relu-c-maml"])
+def test_masks_start_apart_from_the_weights(kind, likeness):
+    config = replace(SETTINGS, learner=kind, width=32)
+    model = config.build_model(SHAPE, 5)
+    raw = make_learner(config, model, 5).mask.tensors()
+    names = [name for name in raw if "norm" not in name]
+    assert likeness([dict(model.named_parameters())[name] for name in names], [raw[name] for name in names]) < 0.06
+
+
 @pytest.mark.parametrize("kind", ["c-maml", "c-maml-fixed", "sparse-c-maml", "sparse-relu-c-maml"])
 def test_c_maml_and_its_variants(kind):
     model, learner = made(kind)

@@ -93,6 +93,11 @@ def permutation(length: int, *keys: Key, device: torch.device | str | None = Non
     return permutation_keys((length,), *keys, device=device).argsort()
 
 
+def torch_generator(*keys: int | str) -> torch.Generator:
+    """PyTorch's own random numbers for these keys: apart from those of other keys, and of plain seeds."""
+    return torch.Generator().manual_seed(int(random_bits((), *keys)))
+
+
 def distinct(limits: Tensor, count: int, *keys: Key) -> Tensor:
     """``count`` different integers in [0, limit) for each of the ``limits``, in random order: [..., count].
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from wheretolearn import masks, models
 from wheretolearn.batch_norm import BatchNormMode
 from wheretolearn.config import check_rates, setting, toml_text
 from wheretolearn.data.episodes import EpisodeShape
+from wheretolearn.data.random_bits import torch_generator
 from wheretolearn.engine.choose import EngineKind
 from wheretolearn.engine.graphed import Precision
 from wheretolearn.engine.task import InnerLoop
@@ -222,7 +222,7 @@ class FewShotConfig:
         select = self._adapted_names(model)
         settings: dict[str, Any] = {}
         if self.mask not in ("fixed", "curvature"):  # these start from constants
-            settings["generator"] = torch.Generator().manual_seed(seed)
+            settings["generator"] = torch_generator(seed, "mask")  # not the seed alone: the weights were drawn with it
         if self.mask_init is not None:
             logarithmic = self.mask in ("exp", "shrinkage")
             settings["init"] = masks.constant(math.log(self.mask_init) if logarithmic else self.mask_init)

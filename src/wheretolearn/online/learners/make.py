@@ -1,9 +1,9 @@
 """The learner that settings ask for."""
 
-import torch
 from torch import nn
 
 from wheretolearn import masks
+from wheretolearn.data.random_bits import torch_generator
 from wheretolearn.engine.graphed import Arithmetic
 from wheretolearn.online.config import OnlineConfig
 from wheretolearn.online.learners.base import OnlineLearner
@@ -39,9 +39,9 @@ def make_learner(
         )
     # Masks are drawn on the CPU, so that they do not depend on the device.
     start = masks.constant(config.inner_lr) if kind == "sparse-c-maml" and config.mask_init == "open" else None
-    generator = torch.Generator().manual_seed(seed)
+    draws = torch_generator(seed, "mask")  # not the seed alone: the weights were drawn with it
     names = select(model, config.adapt)
-    mask, inner_lr = c_maml_mask(kind, model, inner_lr=config.inner_lr, select=names, init=start, generator=generator)
+    mask, inner_lr = c_maml_mask(kind, model, inner_lr=config.inner_lr, select=names, init=start, generator=draws)
     return CMAML(
         model,
         mask,
