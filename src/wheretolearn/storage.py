@@ -152,18 +152,32 @@ def load_weights(path: str | PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
     The checksum is checked where there is one; files from other programs have none.
     """
-    try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged or not a safetensors file: {error}") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     digest = metadata.pop(_DIGEST_KEY, None)
     if digest is not None and digest != _digest(tensors, metadata):
         raise UserError(f"{path} is damaged: its content does not match its checksum")
     return tensors, metadata
+
+
+def read_metadata(path: str | PathLike[str]) -> dict[str, str]:
+    """Metadata of a safetensors file without its tensors, and so without the check of what they hold."""
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
+    metadata.pop(_DIGEST_KEY, None)
+    return metadata
+
+
+@contextmanager
+def _opened(path: str | PathLike[str]) -> Iterator[Any]:
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged or not a safetensors file: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def check_shapes(

@@ -161,11 +161,19 @@ def test_a_seed_out_of_range_says_the_range(run_command, tmp_path, command, seed
     assert not (tmp_path / "run").exists()
 
 
-def test_a_setting_of_another_network_is_refused_before_anything_is_written(run_command, tmp_path):
-    refused = run_command("train", tmp_path / "run", "--preset", "table1.fomaml.shot1", "--scale", "quick",
-                          "--set", "model=resnet12")  # fmt: skip
-    assert_message(refused, "width=32 is for model=conv4", "set width=64 where a preset has it")
+def test_a_setting_that_would_do_nothing_is_refused_before_anything_is_written(run_command, tmp_path):
+    quick = ["train", tmp_path / "run", "--preset", "table1.fomaml.shot1", "--scale", "quick"]
+    refused = run_command(*quick, "--set", "model=resnet12", "--set", "width=16")
+    assert_message(refused, "width=16 is for model=conv4 and would do nothing here: leave it out")
+    assert_message(run_command(*quick, "--set", "mask_lr=0.1"), "mask_lr=0.1 is for a mask that is learned")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_setting_of_some_runs_is_taken_though_it_does_nothing_in_others(run_command, tmp_path):
+    presets = ["--preset", "demo.maml", "--preset", "demo.sparse-maml"]
+    done = run_command("train", tmp_path, *presets, *TINY, "--set", "mask_lr=0.2", "--set", "outer_steps=2")
+    assert done.returncode == 0, done.stderr
+    assert RunFolder.open(tmp_path / "demo.sparse-maml-seed0").config["mask_lr"] == 0.2
 
 
 def test_a_fresh_demo_deletes_no_stranger(run_command, tmp_path):

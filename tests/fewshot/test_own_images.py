@@ -229,7 +229,7 @@ def test_results_as_files(run, support, query, tmp_path):
 
 @pytest.mark.parametrize("mode", ["batch", "support", "running"])
 def test_many_query_images_go_through_in_passes(tmp_path, support, monkeypatch, mode):
-    run = finished_run(tmp_path / "run", batch_norm=mode)
+    run = finished_run(tmp_path / "run", batch_norm=mode, mask="fixed")
     query = colour_folder(tmp_path / "query", count=6, start=10)
     whole = adapt_to_folder(run, support, query)
     monkeypatch.setattr(own_images, "PASS_IMAGES", 5)

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 from dataclasses import fields, replace
 from typing import get_args
@@ -323,9 +324,36 @@ def test_an_unfinished_run_cannot_be_evaluated(new_run):
         evaluate_run(new_run(), "train")
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"), [({"inner_lr": 0.9}, r"inner_lr=0\.1"), ({"seed": 9}, "seed=0"), ({"outer_steps": 9}, "=2")]
-)
+def test_a_run_that_is_told_to_go_on_is_finished_only_at_its_new_end(new_run):
+    with new_run(outer_steps=2) as run:
+        train(run)
+        assert training.finished(run)
+    change(run, outer_steps=4)
+    with RunFolder.open(run.path) as run:
+        assert not training.finished(run)
+        assert not training.finished(RunFolder(run.path))  # of which nothing has been read
+        with pytest.raises(UserError, match="is not finished: go on with"):
+            evaluate_run(run, "train")
+        train(run)
+        assert training.finished(run)
+    change(run, patience=5)
+    with RunFolder.open(run.path) as run:
+        assert not training.finished(run)
+        train(run)
+        assert training.finished(run)
+
+
+def test_a_trained_run_without_checkpoints_is_not_trained_anew(new_run):
+    with new_run() as run:
+        train(run)
+        shutil.rmtree(run.path / "checkpoints")
+        kept = run.metrics()
+        with pytest.raises(UserError, match="has its model but no checkpoint: evaluate it, or train anew"):
+            train(run)
+        assert run.metrics() == kept
+
+
+@pytest.mark.parametrize(("changed", "told"), [({"inner_lr": 0.9}, r"inner_lr=0\.1"), ({"seed": 9}, "seed=0")])
 def test_a_trained_model_of_other_settings_than_its_run_is_not_evaluated(new_run, changed, told):
     with new_run(outer_steps=2) as run:
         train(run)
@@ -845,6 +873,18 @@ def test_validation_can_begin_late(new_run, first, validated):
     run = new_run(validate_every=2, validate_from=first)
     assert train(run).best_step in validated
     assert [record["step"] for record in run.metrics() if "validation_accuracy" in record] == validated
+
+
+def test_validations_left_out_are_no_failures(new_run, monkeypatch):
+    values = iter([0.9, 0.8, 0.7, 0.6, 0.5])
+    monkeypatch.setattr(EagerEvaluator, "accuracies", lambda *_: torch.tensor([next(values)], dtype=torch.float64))
+    settings = {"validate_every": 2, "patience": 1}
+    with new_run(outer_steps=2, **settings) as run:
+        train(run)
+    change(run, outer_steps=30, validate_from=9)
+    with RunFolder.open(run.path) as run:
+        assert train(run).step == 12  # the first validation there is no better, and one more
+        assert [record["step"] for record in run.metrics() if "validation_accuracy" in record] == [2, 10, 12]
 
 
 # The best models

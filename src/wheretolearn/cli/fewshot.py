@@ -26,7 +26,7 @@ from wheretolearn.cli.common import (
     set_threads,
 )
 from wheretolearn.cli.progress import TrainingBars, announce_stop, progress_bar
-from wheretolearn.config import MAX_INT, from_dict, merge, parse_overrides, to_dict
+from wheretolearn.config import MAX_INT, from_dict, merge, parse_overrides, to_dict, toml_text
 from wheretolearn.continual.records import CONTINUAL
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.choose import choose
@@ -78,6 +78,7 @@ def train(
     device = chosen_device(device)
     names: list[str | None] = [*dict.fromkeys(presets or [])] or [None]
     configs = {name: _config(name, chosen_scale, overrides or []) for name in names}
+    _check_effects(overrides or [], list(configs.values()))
     check_open_files(len(names) * len(numbers), device, workers, tensorboard)
     places = free_places(run, names, numbers)
     for config in configs.values():
@@ -294,9 +295,17 @@ def _config(preset: str | None, scale: Scale, overrides: Sequence[str]) -> FewSh
     return config
 
 
+def _check_effects(overrides: Sequence[str], configs: Sequence[FewShotConfig]) -> None:
+    """What a user sets must not be ignored in silence by all of the runs; what a preset holds may be."""
+    idle = [config.without_effect() for config in configs]
+    for name in parse_overrides(overrides):
+        if all(name in own for own in idle):
+            value = toml_text(getattr(configs[0], name))
+            raise ConfigError(f"{name}={value} is for {idle[0][name]} and would do nothing here: leave it out")
+
+
 def _check(config: FewShotConfig, seed: int, device: str) -> None:
     """Whatever cannot be built must fail before a folder holds a run that can never start."""
-    config.check_effects()
     with progress_bar(f"preparing {config.data}") as tick:
         images = load_set(config.data, tick)
     check_images(config, images)

@@ -172,32 +172,24 @@ class FewShotConfig:
             needed = ", ".join(f"{name}={str(wanted[name]).lower()}" for name in wrong)
             raise ConfigError(f"head=ridge has no inner loop: it needs {needed}")
 
-    def check_effects(self) -> None:
-        """For new runs: a setting that nothing here asks for would be ignored in silence."""
-        usual = FewShotConfig()
-        conv4, resnet12 = self.model == "conv4", self.model == "resnet12"
+    def without_effect(self) -> dict[str, str]:
+        """Settings that nothing here asks for, whatever they are, each with what it is for."""
         closes = self.mask in ("binary", "generated")
         needed = {
-            "width": (conv4, "model=conv4"),
-            "bias": (conv4, "model=conv4"),
-            "resnet_size": (resnet12, "model=resnet12"),
+            "width": (self.model == "conv4", "model=conv4"),
+            "bias": (self.model == "conv4", "model=conv4"),
+            "resnet_size": (self.model == "resnet12", "model=resnet12"),
             "init": (self.start_from is None, "weights that start anew, not from another run's"),
             "straight_through_scale": (closes, "mask=binary or generated"),
+            "mask_lr": (self.mask != "fixed", "a mask that is learned"),
             "mask_optimizer": (self.mask != "fixed", "a mask that is learned"),
             "theta_lr": (self.learn_theta, "weights that are learned"),
             "optimizer": (self.learn_theta or self.mask_optimizer is None, "weights that are learned"),
+            "inner_lr": (self.head != "ridge", "an inner loop, not head=ridge"),
+            "inner_clip_norm": (self.head != "ridge", "an inner loop, not head=ridge"),
+            "adapt_norm": (self.head != "ridge", "an inner loop, not head=ridge"),
         }
-        if self.head == "ridge":
-            needed |= dict.fromkeys(
-                ("inner_lr", "inner_clip_norm", "adapt_norm"), (False, "an inner loop, not head=ridge")
-            )
-        for name, (has_effect, what_for) in needed.items():
-            given, default = (str(getattr(config, name)).lower() for config in (self, usual))
-            if given != default and not has_effect:
-                raise ConfigError(
-                    f"{name}={given} is for {what_for} and would do nothing: leave it out"
-                    + ("" if getattr(usual, name) is None else f", or set {name}={default} where a preset has it")
-                )
+        return {name: what_for for name, (has_effect, what_for) in needed.items() if not has_effect}
 
     @property
     def inner(self) -> InnerLoop:

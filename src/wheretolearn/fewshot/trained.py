@@ -19,6 +19,7 @@ from wheretolearn.errors import DataError, UserError
 from wheretolearn.fewshot.config import CHANGEABLE_ONCE_TRAINED, FewShotConfig
 from wheretolearn.fewshot.learner import new_learner
 from wheretolearn.fewshot.tasks import TaskSource, split_of
+from wheretolearn.fewshot.training import finished
 from wheretolearn.masks import GradientMask
 from wheretolearn.masks import load as load_mask
 from wheretolearn.runs import checkpoint
@@ -62,7 +63,7 @@ def load_trained(run: RunFolder, device: str = "cpu") -> tuple[FewShotConfig, nn
 
 def _about_model(run: RunFolder) -> Mapping[str, str]:
     """What the file of a finished run's model says of it; run.json must have the settings that it was trained with."""
-    if not (run.path / "model.safetensors").exists():
+    if not finished(run):
         raise UserError(f"{run.path} is not finished: go on with `wheretolearn resume {run.path}`")
     _, about = load_weights(run.path / "model.safetensors")
     identity = json.loads(about.get("identity", "{}"))  # early versions did not store it

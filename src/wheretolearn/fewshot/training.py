@@ -21,7 +21,9 @@ from wheretolearn.runs import checkpoint
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
 from wheretolearn.runs.workers import failure, failure_of
-from wheretolearn.storage import save_weights
+from wheretolearn.storage import read_metadata, save_weights
+
+_ENDS = ("outer_steps", "patience")  # settings that say when a run ends
 
 Report = Callable[[RunFolder, int, Mapping[str, Any]], None]  # (run, outer step, latest values)
 Notify = Callable[[str], None]  # something the user should know
@@ -89,7 +91,16 @@ def train_together(
 
 
 def finished(run: RunFolder) -> bool:
-    return (run.path / "model.safetensors").exists()
+    """Whether it has its model, and its run.json has not been told since to end later."""
+    path = run.path / "model.safetensors"
+    if not path.exists():
+        return False
+    try:
+        ended = json.loads(read_metadata(path).get("identity", "{}")).get("settings", {})  # early versions stored none
+    except UserError:  # a damaged model: what reads it says so
+        return True
+    now = run.config if run.info else RunFolder.open(run.path).config
+    return all(ended[name] == now.get(name) for name in _ENDS if name in ended)
 
 
 @dataclass
@@ -109,15 +120,21 @@ class _Member:
 
     @property
     def _out_of_patience(self) -> bool:
-        config, learner = self.config, self.learner
-        if config.patience is None or not learner.best or learner.step % config.validate_every:
+        config, step, every = self.config, self.learner.step, self.config.validate_every
+        if config.patience is None or not self.learner.best or not self._due:
             return False
-        return learner.step - learner.best[0].step > config.patience * config.validate_every
+        before_first = -(-config.validate_from // every) * every - every  # validations left out are not failures
+        return step - max(self.learner.best[0].step, before_first) > config.patience * every
+
+    @property
+    def _due(self) -> bool:
+        """Whether a validation is, but for the one at the end."""
+        step, config = self.learner.step, self.config
+        return step >= config.validate_from and step % config.validate_every == 0
 
     @property
     def validating(self) -> bool:
-        step, config = self.learner.step, self.config
-        return (step >= config.validate_from and step % config.validate_every == 0) or self.ended
+        return self._due or self.ended
 
     @property
     def logging(self) -> bool:
@@ -278,6 +295,8 @@ class _Sitting:
         image_shape = split_of(images, config.train_split).images.shape[1:]
         learner = new_learner(config, image_shape, run.seed, self.device)
         saved = checkpoint.load_latest(run)
+        if saved is None and (run.path / "model.safetensors").exists():
+            raise UserError(f"{run.path} has its model but no checkpoint: evaluate it, or train anew in another folder")
         if saved is not None:
             checkpoint.check_identity(run, saved.state, FewShotConfig, CHANGEABLE)
             if saved.step > config.outer_steps:
