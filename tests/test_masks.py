@@ -1,3 +1,6 @@
+import math
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -146,6 +149,12 @@ class TestContract:
         for name, gradient in mask.pull_back(upstream).items():
             assert torch.equal(loaded.pull_back(upstream)[name], gradient)
 
+    def test_goes_to_other_processes(self, make):
+        mask = perturbed(make(small_network()))
+        sent = pickle.loads(pickle.dumps(mask))
+        for name, multiplier in mask.multipliers().items():
+            assert torch.equal(sent.multipliers()[name], multiplier)
+
     def test_loading_into_another_model_names_the_tensor(self, make, tmp_path):
         make(small_network()).save(tmp_path / "mask.safetensors")
         with pytest.raises(MismatchError, match=r"0\.weight"):
@@ -215,6 +224,13 @@ def test_straight_through_scale_halves_the_gradient():
     mask = masks.binary(nn.Linear(2, 1), straight_through_scale=0.5)
     gradient = mask.pull_back({"weight": torch.ones(1, 2), "bias": torch.ones(1)})
     assert (gradient["weight"] == 0.5).all()
+
+
+@pytest.mark.parametrize("make", [masks.binary, masks.generated])
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_straight_through_scale_with_which_nothing_can_be_learned_is_refused(make, scale):
+    with pytest.raises(ConfigError, match="straight_through_scale must be a finite number greater than 0"):
+        make(small_network(), straight_through_scale=scale)
 
 
 def test_same_generator_seed_gives_the_same_mask(make):

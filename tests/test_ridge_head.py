@@ -141,6 +141,9 @@ def test_mistakes():
     for labels in (y + 1, y - 1, y + 0.5):
         with pytest.raises(ConfigError, match="3 ways must be whole numbers from 0 to 2"):
             ridge_logits(network(), x, labels, x)
+    for inputs, labels in ((x, y[:4]), (x, y[:, None]), (x[:0], y[:0])):
+        with pytest.raises(ConfigError, match="one label for each support input: got labels of shape"):
+            ridge_logits(network(), inputs, labels, x)
     with pytest.raises(ConfigError, match="2 ways must be whole numbers from 0 to 1"):
         ridge_logits(network(), x, y, x, ways=2)
 

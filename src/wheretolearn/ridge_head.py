@@ -67,6 +67,11 @@ def _solved_weight(model: nn.Module, inputs: Tensor, labels: Tensor, ways: int |
     head = getattr(model, "head", None)
     if not isinstance(head, RidgeHead):
         raise ConfigError("this model's head is not a ridge head: make one with with_ridge_head(model, ways)")
+    if labels.shape != (len(inputs),) or len(inputs) == 0:
+        raise ConfigError(
+            f"a ridge head is solved with one label for each support input: got labels of shape {tuple(labels.shape)} "
+            f"for {len(inputs)} inputs"
+        )
     targets = _one_hot(labels, head.ways if ways is None else ways)
     features = model(inputs)
     features = features.to(torch.promote_types(features.dtype, torch.float32))

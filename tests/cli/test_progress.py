@@ -81,6 +81,16 @@ def test_off_a_terminal_each_run_has_a_line_per_validation(capsys):
     assert re.fullmatch(r"two: step 5 of 20  validation 50\.0%  \(\d+ s\)\n", capsys.readouterr().err)
 
 
+def test_off_a_terminal_a_run_that_is_not_validated_is_heard_of_too(capsys, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.TrainingBars({"one": 10}) as bars:
+        for step in range(1, 10):
+            now += 0.3 * progress.SILENCE
+            bars.update("one", step, {"loss": 2.0})
+    assert re.findall(r"step (\d+) of 10  loss 2\.000", capsys.readouterr().err) == ["4", "8"]
+
+
 def test_the_rate_of_a_resumed_run_does_not_count_the_steps_before(monkeypatch):
     monkeypatch.setattr(
         progress, "Console", lambda **_: Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from wheretolearn.cli.common import Device, Threads, chosen_device, set_threads
+from wheretolearn import cpu
+from wheretolearn.cli.common import Device, Threads, chosen_device
 from wheretolearn.cli.progress import progress_bar
 from wheretolearn.config import MAX_INT
 from wheretolearn.data.image_set import human_bytes
@@ -41,7 +42,6 @@ def adapt(
 
     Runs on drawings (glyphs, omniglot, mnist) take dark ink on paper and light ink on black; crop photographs to it.
     """
-    set_threads(threads)
     device = chosen_device(device)
     folder = out if out is not None else run / "adapted" / (Path(os.path.realpath(support)).name or "support")
     for name, images in (("support", support), ("query", query)):
@@ -53,7 +53,11 @@ def adapt(
         raise UserError(f"{folder} already holds {found}: --force replaces it, or choose another --out")
     if reason := cannot_write(folder):
         raise UserError(f"cannot keep results in {folder}: {reason}; choose another --out")
-    with RunFolder.open(run) as opened, progress_bar("adapting") as tick:
+    with (
+        RunFolder.open(run) as opened,
+        cpu.threads(threads or opened.threads),
+        progress_bar("adapting") as tick,
+    ):
         outcome = adapt_to_folder(opened, support, query, steps=steps, device=device, progress=tick)
     try:
         folder.mkdir(parents=True, exist_ok=True)

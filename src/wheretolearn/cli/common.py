@@ -26,7 +26,9 @@ if sys.platform != "win32":
     import resource
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; small networks are fastest with 1.", min=1)]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads; default: as many as the run was trained with on a CPU.", min=1)
+]
 Workers = Annotated[
     int | None, typer.Option(help="Processes for several runs on a CPU; default: as many as there are cores.", min=1)
 ]

@@ -23,7 +23,6 @@ from wheretolearn.cli.common import (
     labels_of,
     runs_in,
     seed_range,
-    set_threads,
 )
 from wheretolearn.cli.progress import TrainingBars, announce_stop, progress_bar
 from wheretolearn.config import MAX_INT, from_dict, merge, parse_overrides, to_dict, toml_text
@@ -171,7 +170,6 @@ def evaluate(
 
     Runs that differ only in their seed are summed up by mean and standard deviation over seeds.
     """
-    set_threads(threads)
     device = chosen_device(device)
     chosen = None if preset_name is None else load_preset(preset_name)
     with ExitStack() as folders:
@@ -210,7 +208,7 @@ def evaluate(
             before = f"{labels[run]}: " if len(runs) > 1 else ""
             evaluations[run] = []
             for wanted in plan[run]:
-                with progress_bar(f"evaluating {before}{wanted.what}") as tick:
+                with cpu.threads(threads or run.threads), progress_bar(f"evaluating {before}{wanted.what}") as tick:
                     result = evaluate_run(
                         run,
                         wanted.split,

@@ -13,6 +13,8 @@ from rich.table import Column
 
 Tick = Callable[[int, int], None]
 
+SILENCE = 60  # seconds after which a run that is not validated has a line all the same
+
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Tick]:
@@ -59,7 +61,10 @@ def latest_values(values: Mapping[str, Any]) -> str:
 
 
 class TrainingBars:
-    """One bar per run with rate, time left, accuracy and sparsity. Off a terminal: a line per validation or task."""
+    """One bar per run with rate, time left, accuracy and sparsity.
+
+    Off a terminal: a line per validation or task, and of others now and then.
+    """
 
     def __init__(self, totals: Mapping[str, int]):
         console = Console(stderr=True)
@@ -67,6 +72,7 @@ class TrainingBars:
         self._totals = dict(totals)
         self._latest: dict[str, dict[str, Any]] = {name: {} for name in totals}
         self._started = time.monotonic()
+        self._told = dict.fromkeys(totals, 0.0)  # when each had its last line
         # What does not fit is cut from the values, whose last is the least important, and never from count or time.
         bar_width = 24 if console.width >= 110 else 6
         name_width = min(20 if console.width < 110 else 36, max(map(len, totals)))
@@ -110,8 +116,10 @@ class TrainingBars:
         self._latest[name] |= {"step": step, **values}
         shown = latest_values(self._latest[name])
         if self._lines:
-            if not values.keys().isdisjoint(("validation_accuracy", "accuracy")):
-                seconds = time.monotonic() - self._started
+            seconds = time.monotonic() - self._started
+            silent = seconds - self._told[name] > SILENCE and "loss" in values
+            if silent or not values.keys().isdisjoint(("validation_accuracy", "accuracy")):
+                self._told[name] = seconds
                 typer.echo(f"{name}: step {step} of {self._totals[name]}  {shown}  ({seconds:.0f} s)", err=True)
             return
         speed = next(task.speed for task in self._bar.tasks if task.id == self._tasks[name])

@@ -1,11 +1,13 @@
 """Masks with one raw number per weight: binary, relu, exp, linear."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from wheretolearn.errors import ConfigError
 from wheretolearn.masks.base import GradientMask
 from wheretolearn.masks.initial import Initialise, kaiming, log_uniform, raw_parameters, uniform
 from wheretolearn.masks.selection import Select, selected_names, trainable_shapes
@@ -23,6 +25,13 @@ class Rule:
 
 def binary_step(m: Tensor) -> Tensor:
     return (m >= 0).to(m.dtype)
+
+
+def checked_scale(scale: float) -> float:
+    """A factor of the straight-through gradient with which a mask can learn."""
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"straight_through_scale must be a finite number greater than 0, not {scale}")
+    return scale
 
 
 def _straight_through(m: Tensor) -> float:
@@ -51,9 +60,12 @@ class ElementwiseMask(GradientMask):
     ):
         super().__init__(shapes, tuple(raw), raw)
         self.kind = rule
-        self.rule = RULES[rule]
-        self.straight_through_scale = straight_through_scale
+        self.straight_through_scale = checked_scale(straight_through_scale)
         self.closed_below = self.rule.closed_below
+
+    @property
+    def rule(self) -> Rule:
+        return RULES[self.kind]  # not kept, as functions defined in functions cannot be pickled
 
     def multipliers(self) -> dict[str, Tensor]:
         return {name: self.rule.multiplier(m) for name, m in self.raw.items()}

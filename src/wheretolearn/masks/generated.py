@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from wheretolearn.errors import ConfigError
 from wheretolearn.masks.base import RandomMask
-from wheretolearn.masks.elementwise import binary_step
+from wheretolearn.masks.elementwise import binary_step, checked_scale
 from wheretolearn.masks.initial import kaiming, raw_parameters, shifted_to_sparsity
 from wheretolearn.masks.selection import Select, selected_names, trainable_shapes
 
@@ -31,7 +31,7 @@ class GeneratedMask(RandomMask):
         straight_through_scale: float = 1.0,
     ):
         super().__init__(shapes, names, raw, noise)  # z
-        self.straight_through_scale = straight_through_scale
+        self.straight_through_scale = checked_scale(straight_through_scale)
         self.generated = tuple(name for name in names if f"{name}.projection" in raw)
 
     def _latent(self) -> Tensor:
