@@ -22,6 +22,7 @@ from wheretolearn.cli import fewshot
 from wheretolearn.cli.common import check_open_files
 from wheretolearn.data import glyphs
 from wheretolearn.errors import Stopped, UserError
+from wheretolearn.fewshot.trained import Evaluation
 from wheretolearn.runs import checkpoint, environment, workers
 from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.results import load_all
@@ -529,6 +530,23 @@ def test_runs_go_on_with_the_threads_they_were_begun_with(tmp_path, run_command,
         assert "another number of threads" not in resumed.stderr
     for path in paths:
         assert_same_models(tmp_path / "straight" / path.name, path)
+
+
+def test_a_run_is_measured_with_the_threads_it_was_trained_with(straight, tmp_path, monkeypatch):
+    run = shutil.copytree(straight, tmp_path / "run")
+    info = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(info | {"threads": 3}))
+    taken = []
+
+    def measure(*_, **__):
+        taken.append(torch.get_num_threads())
+        return Evaluation("glyphs", "characters", 1, 0.5, 0.1, (0.5, 0.5))
+
+    monkeypatch.setattr(fewshot, "evaluate_run", measure)
+    before = torch.get_num_threads()
+    fewshot.evaluate([run], splits=["characters"], device="cpu")
+    fewshot.evaluate([run], splits=["characters"], device="cpu", threads=2)
+    assert (taken, torch.get_num_threads()) == ([3, 2], before)
 
 
 def test_another_number_of_threads_is_told_in_one_note(tmp_path, monkeypatch, capsys):
