@@ -25,6 +25,7 @@ from wheretolearn.config import from_dict, to_dict
 from wheretolearn.cpu import keep_freed_memory
 from wheretolearn.data.load import load_set
 from wheretolearn.engine.task import Task
+from wheretolearn.errors import NonFiniteError
 from wheretolearn.fewshot.config import FewShotConfig
 from wheretolearn.fewshot.learner import new_learner
 from wheretolearn.fewshot.tasks import TaskSource, split_of
@@ -117,16 +118,26 @@ def times(given: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def accuracy(given: argparse.Namespace) -> dict[str, dict[str, object]]:
-    """In %, by grouping of the queries, and the share of closed weights; over seeds."""
+    """In %, by grouping of the queries, and the share of closed weights; over seeds that did not diverge."""
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    diverged: dict[str, list[int]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(given.seeds):
             for mode in MODES:
                 config = to_dict(config_of(mode, given.outer_steps))
                 with RunFolder.create(Path(folder) / f"{mode}-{seed}", config, seed, "fewshot", PRESET, "quick") as run:
-                    train(run)
+                    try:
+                        train(run)
+                    except NonFiniteError as error:
+                        print(f"{mode}, seed {seed}: {error}")
+                        diverged[mode].append(seed)
+                        continue
                     found[mode].append(measure(run, given.tasks))
-    return {mode: {name: spread([own[name] for own in runs]) for name in runs[0]} for mode, runs in found.items()}
+    return {
+        mode: {"diverged_seeds": diverged[mode]}
+        | ({name: spread([own[name] for own in runs]) for name in runs[0]} if runs else {})
+        for mode, runs in found.items()
+    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
