@@ -544,9 +544,10 @@ def test_a_run_is_measured_with_the_threads_it_was_trained_with(straight, tmp_pa
 
     monkeypatch.setattr(fewshot, "evaluate_run", measure)
     before = torch.get_num_threads()
-    fewshot.evaluate([run], splits=["characters"], device="cpu")
-    fewshot.evaluate([run], splits=["characters"], device="cpu", threads=2)
-    assert (taken, torch.get_num_threads()) == ([3, 2], before)
+    for cores, threads in ((4, None), (4, 2), (2, None)):
+        monkeypatch.setattr(environment, "cores", lambda cores=cores: cores)
+        fewshot.evaluate([run], splits=["characters"], device="cpu", threads=threads)
+    assert (taken, torch.get_num_threads()) == ([3, 2, 2], before)  # no more than there are cores
 
 
 def test_another_number_of_threads_is_told_in_one_note(tmp_path, monkeypatch, capsys):

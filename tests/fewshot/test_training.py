@@ -336,11 +336,34 @@ def test_a_run_that_is_told_to_go_on_is_finished_only_at_its_new_end(new_run):
             evaluate_run(run, "train")
         train(run)
         assert training.finished(run)
-    change(run, patience=5)
+    change(run, outer_steps=3)  # it has ended, later than that
     with RunFolder.open(run.path) as run:
-        assert not training.finished(run)
-        train(run)
         assert training.finished(run)
+        with pytest.raises(MismatchError, match=r"put run\.json back"):
+            evaluate_run(run, "train")
+
+
+def test_patience_can_be_given_to_a_run_that_has_lost_it(new_run):
+    with new_run(patience=1) as run:
+        train(run)
+    for patience, ended in ((1, True), (2, False), (None, False)):
+        change(run, patience=patience)
+        assert training.finished(RunFolder.open(run.path)) == ended
+
+
+@pytest.mark.parametrize("identity", ['{"settings": x}', "[]", '{"settings": []}'])
+def test_a_damaged_model_is_finished_and_told_by_what_reads_it(new_run, identity):
+    with new_run() as run:
+        train(run)
+    file = run.path / "model.safetensors"
+    stored = json.dumps(load_weights(file)[1]["identity"])[1:-1].encode()
+    content = file.read_bytes()
+    assert stored in content
+    damaged = json.dumps(identity)[1:-1].encode()
+    file.write_bytes(content.replace(stored, damaged.ljust(len(stored))))
+    assert training.finished(run)
+    with pytest.raises(UserError, match="damaged"):
+        evaluate_run(run, "train")
 
 
 def test_a_trained_run_without_checkpoints_is_not_trained_anew(new_run):
@@ -351,6 +374,9 @@ def test_a_trained_run_without_checkpoints_is_not_trained_anew(new_run):
         with pytest.raises(UserError, match="has its model but no checkpoint: evaluate it, or train anew"):
             train(run)
         assert run.metrics() == kept
+    change(run, outer_steps=99)
+    with RunFolder.open(run.path) as run, pytest.raises(UserError, match=r"put run\.json back as it was and evaluate"):
+        train(run)
 
 
 @pytest.mark.parametrize(("changed", "told"), [({"inner_lr": 0.9}, r"inner_lr=0\.1"), ({"seed": 9}, "seed=0")])

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wheretolearn import cpu
-from wheretolearn.cli.common import Device, Threads, chosen_device
+from wheretolearn.cli.common import Device, Threads, chosen_device, threads_for
 from wheretolearn.cli.progress import progress_bar
 from wheretolearn.config import MAX_INT
 from wheretolearn.data.image_set import human_bytes
@@ -55,7 +55,7 @@ def adapt(
         raise UserError(f"cannot keep results in {folder}: {reason}; choose another --out")
     with (
         RunFolder.open(run) as opened,
-        cpu.threads(threads or opened.threads),
+        cpu.threads(threads_for(opened, threads)),
         progress_bar("adapting") as tick,
     ):
         outcome = adapt_to_folder(opened, support, query, steps=steps, device=device, progress=tick)

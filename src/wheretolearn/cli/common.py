@@ -77,6 +77,11 @@ def chosen_device(name: str) -> str:
     return name
 
 
+def threads_for(run: RunFolder, threads: int | None) -> int | None:
+    """What is asked for; else as many as the run had, but no more than there are cores; None: PyTorch's own choice."""
+    return threads or (run.threads and min(run.threads, environment.cores()))
+
+
 def set_threads(threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)

@@ -23,6 +23,7 @@ from wheretolearn.cli.common import (
     labels_of,
     runs_in,
     seed_range,
+    threads_for,
 )
 from wheretolearn.cli.progress import TrainingBars, announce_stop, progress_bar
 from wheretolearn.config import MAX_INT, from_dict, merge, parse_overrides, to_dict, toml_text
@@ -208,7 +209,7 @@ def evaluate(
             before = f"{labels[run]}: " if len(runs) > 1 else ""
             evaluations[run] = []
             for wanted in plan[run]:
-                with cpu.threads(threads or run.threads), progress_bar(f"evaluating {before}{wanted.what}") as tick:
+                with cpu.threads(threads_for(run, threads)), progress_bar(f"evaluating {before}{wanted.what}") as tick:
                     result = evaluate_run(
                         run,
                         wanted.split,

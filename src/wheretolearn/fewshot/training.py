@@ -1,6 +1,7 @@
 """Meta-training: outer steps, validation, checkpoints; of one run, or of several in one sitting."""
 
 import json
+import math
 import shlex
 import shutil
 import time
@@ -22,8 +23,6 @@ from wheretolearn.runs.folder import RunFolder
 from wheretolearn.runs.signals import StopRequest
 from wheretolearn.runs.workers import failure, failure_of
 from wheretolearn.storage import read_metadata, save_weights
-
-_ENDS = ("outer_steps", "patience")  # settings that say when a run ends
 
 Report = Callable[[RunFolder, int, Mapping[str, Any]], None]  # (run, outer step, latest values)
 Notify = Callable[[str], None]  # something the user should know
@@ -97,10 +96,16 @@ def finished(run: RunFolder) -> bool:
         return False
     try:
         ended = json.loads(read_metadata(path).get("identity", "{}")).get("settings", {})  # early versions stored none
-    except UserError:  # a damaged model: what reads it says so
+    except (UserError, ValueError, AttributeError):  # a damaged model: what reads it says so
         return True
     now = run.config if run.info else RunFolder.open(run.path).config
-    return all(ended[name] == now.get(name) for name in _ENDS if name in ended)
+    later = ((_bound(now, name), _bound(ended, name)) for name in ("outer_steps", "patience") if name in ended)
+    return all(bound <= before for bound, before in later)
+
+
+def _bound(settings: Mapping[str, Any], name: str) -> float:
+    value = settings.get(name)
+    return math.inf if value is None else value
 
 
 @dataclass
@@ -296,7 +301,8 @@ class _Sitting:
         learner = new_learner(config, image_shape, run.seed, self.device)
         saved = checkpoint.load_latest(run)
         if saved is None and (run.path / "model.safetensors").exists():
-            raise UserError(f"{run.path} has its model but no checkpoint: evaluate it, or train anew in another folder")
+            evaluate = "evaluate it" if finished(run) else "put run.json back as it was and evaluate it"
+            raise UserError(f"{run.path} has its model but no checkpoint: {evaluate}, or train anew in another folder")
         if saved is not None:
             checkpoint.check_identity(run, saved.state, FewShotConfig, CHANGEABLE)
             if saved.step > config.outer_steps:
