@@ -128,8 +128,8 @@ class _Member:
         config, step, every = self.config, self.learner.step, self.config.validate_every
         if config.patience is None or not self.learner.best or not self._due:
             return False
-        before_first = -(-config.validate_from // every) * every - every  # validations left out are not failures
-        return step - max(self.learner.best[0].step, before_first) > config.patience * every
+        left_out = (config.validate_from - 1) // every * every  # the last of the validations left out: no failures
+        return step - max(self.learner.best[0].step, left_out) > config.patience * every
 
     @property
     def _due(self) -> bool:
